@@ -1,0 +1,2 @@
+// Package gcp is the Google Cloud backend.
+package gcp
