@@ -151,7 +151,7 @@ func (e *PartialError) Error() string {
 }
 
 // Is makes a PartialError match ErrUnavailable.
-func (e *PartialError) Is(target error) bool { return target == ErrUnavailable } //nolint:errorlint // Is compares identities
+func (e *PartialError) Is(target error) bool { return target == ErrUnavailable }
 
 // Unwrap returns the causes.
 func (e *PartialError) Unwrap() []error {

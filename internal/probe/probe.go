@@ -182,7 +182,7 @@ func echo(ctx context.Context, transport *http.Transport, url string) (netip.Add
 // or HTML document.
 func parseEcho(body []byte) (netip.Addr, error) {
 	words := strings.FieldsFunc(string(body), func(r rune) bool {
-		return !(r >= '0' && r <= '9' || r >= 'a' && r <= 'f' || r >= 'A' && r <= 'F' || r == '.' || r == ':')
+		return !strings.ContainsRune("0123456789abcdefABCDEF.:", r)
 	})
 	for _, word := range words {
 		if !strings.ContainsAny(word, ".:") {

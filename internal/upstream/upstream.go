@@ -263,7 +263,7 @@ func Connect(ctx context.Context, e Endpoint) (net.Conn, error) {
 	if err != nil || e.Scheme != "socks5" {
 		return conn, err
 	}
-	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	defer stop()
 	if err := greetSOCKS(conn, e.Username, e.Password); err != nil {
 		conn.Close()
