@@ -1,0 +1,5 @@
+package callsite
+
+const framePointers = true
+
+func returnAddress() uintptr
