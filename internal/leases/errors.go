@@ -12,7 +12,7 @@ import (
 var ErrNilContext = errors.New("nil context")
 
 // ErrReleased is the cause of a lease's context once the lease has been released.
-var ErrReleased = errors.New("lease was released")
+var ErrReleased = errors.New("egress: lease is released")
 
 // ExhaustedError says why there is no lease: what the entries that the request selects are doing.
 type ExhaustedError struct {

@@ -76,6 +76,9 @@ func (t *Table) reclaim(h *holder) {
 	t.stats.Leaked++
 	t.releaseLocked(h, nil)
 	leak := Leak{Member: h.entry.member, PC: h.pc}
+	if h.rare != nil {
+		leak.Stack = h.rare.stack
+	}
 	t.mu.Unlock()
 	ended{h}.finish(ErrReleased)
 	if t.hooks.Leaked != nil {

@@ -37,6 +37,7 @@ type rare struct {
 	cause  error // of a revoked lease
 	ttl    *time.Timer
 	leak   runtime.Cleanup // of an aged lease
+	stack  []uintptr       // see Trace
 }
 
 func (h *holder) needRare() *rare {
@@ -157,6 +158,13 @@ func (l *Lease) Entry() *Entry { return l.entry }
 // Moved reports whether the lease's key was on another entry before.
 func (l *Lease) Moved() bool { return l.moved }
 
+// Trace keeps the stack that the lease was acquired with, for leases whose caller's program counter says little.
+func (l *Lease) Trace(stack []uintptr) {
+	l.entry.table.mu.Lock()
+	defer l.entry.table.mu.Unlock()
+	l.h.needRare().stack = stack
+}
+
 // Held reports whether the lease is neither released nor revoked.
 func (l *Lease) Held() bool {
 	l.entry.table.mu.Lock()
@@ -165,12 +173,15 @@ func (l *Lease) Held() bool {
 }
 
 // Context returns a context that ends with the lease: with ErrReleased, or with the cause it was revoked for.
-func (l *Lease) Context() context.Context {
+func (l *Lease) Context() context.Context { return l.ContextFrom(context.Background()) }
+
+// ContextFrom is Context with a parent. The first call for a lease decides which; later ones return the same.
+func (l *Lease) ContextFrom(parent context.Context) context.Context {
 	t := l.entry.table
 	t.mu.Lock()
 	r := l.h.needRare()
 	if r.ctx == nil {
-		r.ctx, r.cancel = context.WithCancelCause(context.Background())
+		r.ctx, r.cancel = context.WithCancelCause(parent)
 	}
 	over := l.h.over
 	cause := r.cause

@@ -43,6 +43,8 @@ type Leak struct {
 	Member Member
 	// PC is the program counter that the lease was acquired with.
 	PC uintptr
+	// Stack is what Lease.Trace kept.
+	Stack []uintptr
 }
 
 // Table holds entries and grants leases on them. It is safe for concurrent use.
@@ -96,8 +98,8 @@ func NewTable(hooks Hooks) *Table {
 // Entry is one proxy instance in the table.
 type Entry struct {
 	table  *Table
-	member Member
-	index  int // in table.entries; -1 when removed
+	member Member // Labels and MaxLeases may change
+	index  int    // in table.entries; -1 when removed
 
 	load     int // leases held
 	max      int
@@ -135,6 +137,15 @@ func (e *Entry) Member() Member {
 	defer e.table.mu.Unlock()
 	return e.member
 }
+
+// Proxy returns the proxy's name.
+func (e *Entry) Proxy() string { return e.member.Proxy }
+
+// Instance returns the incarnation's name.
+func (e *Entry) Instance() string { return e.member.Instance }
+
+// Data returns the member's Data.
+func (e *Entry) Data() any { return e.member.Data }
 
 // Usage is what an entry has to do.
 type Usage struct {

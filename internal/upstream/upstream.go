@@ -167,6 +167,19 @@ func SaysDNSFailure(h http.Header) bool {
 	return strings.Contains(status, "error=dns_error") || strings.Contains(status, "error=dns_timeout")
 }
 
+// AtProxy reports whether err, of a RoundTrip through a transport of NewTransport, is for certain the proxy's own
+// failure, and the request has not reached any target.
+func AtProxy(err error) bool {
+	if status, ok := errors.AsType[*StatusError](err); ok {
+		return status.Code == http.StatusProxyAuthRequired
+	}
+	if _, ok := errors.AsType[*TLSError](err); ok {
+		return true
+	}
+	op, ok := errors.AsType[*net.OpError](err)
+	return ok && (op.Op == "proxyconnect" || op.Op == "socks connect" && classifySOCKS(op.Err) == KindAuth)
+}
+
 // Classify says what kind of failure err, an error of a RoundTrip through a transport of NewTransport, is.
 func Classify(err error) Kind {
 	if status, ok := errors.AsType[*StatusError](err); ok {
