@@ -1,0 +1,307 @@
+package egress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"runtime"
+	"slices"
+	"strings"
+	"sync/atomic"
+
+	"crawl.example.com/egress/internal/leases"
+	"crawl.example.com/egress/internal/upstream"
+)
+
+// forwarder sends requests through one instance. It lives and dies with it: an http.Transport that outlived the
+// proxy would keep HTTP/2 connections through it (golang/go#25620).
+type forwarder struct {
+	endpoint upstream.Endpoint
+	base     *http.Transport
+	proxy    string
+	instance string
+	owner    *instance // for the pool's own use
+}
+
+func newForwarder(x *instance) *forwarder {
+	return &forwarder{endpoint: x.endpoint, base: upstream.NewTransport(x.endpoint), proxy: x.proxy, instance: x.name, owner: x}
+}
+
+// close ends the idle connections. Those in use end with the leases that use them.
+func (f *forwarder) close() { f.base.CloseIdleConnections() }
+
+// send makes one attempt. r's context must be the lease's.
+func (f *forwarder) send(r *http.Request) (*http.Response, error) {
+	resp, err := f.base.RoundTrip(withoutProxyHeaders(r))
+	if err != nil {
+		return nil, f.explain(r.Context(), err)
+	}
+	if resp.StatusCode == http.StatusProxyAuthRequired {
+		// Only a proxy may answer 407, and a caller must not take its page for the target's.
+		resp.Body.Close()
+		return nil, f.failure(upstream.KindAuth, errors.New("the proxy refused the credentials with 407"), false)
+	}
+	return resp, nil
+}
+
+func (f *forwarder) failure(kind upstream.Kind, err error, sent bool) error {
+	return &ProxyError{Proxy: f.proxy, Instance: f.instance, Reason: string(kind), Err: err, sent: sent}
+}
+
+// explain says whose fault err is.
+func (f *forwarder) explain(ctx context.Context, err error) error {
+	if cause := context.Cause(ctx); cause != nil {
+		return cause
+	}
+	kind := upstream.Classify(err)
+	_, refusal := errors.AsType[*upstream.StatusError](err)
+	if refusal || upstream.AtProxy(err) {
+		return f.failure(kind, err, false)
+	}
+	if kind == upstream.KindInterrupted || kind == upstream.KindTimeout {
+		return f.failure(kind, err, true)
+	}
+	return err
+}
+
+// withoutProxyHeaders returns r without the headers that are between a client and its proxy. The transport adds
+// those for the proxy itself; the caller's would reach the target.
+func withoutProxyHeaders(r *http.Request) *http.Request {
+	if r.Header.Get("Proxy-Authorization") == "" && r.Header.Get("Proxy-Connection") == "" {
+		return r
+	}
+	clean := *r
+	clean.Header = r.Header.Clone()
+	clean.Header.Del("Proxy-Authorization")
+	clean.Header.Del("Proxy-Connection")
+	return &clean
+}
+
+// Transport returns a RoundTripper that leases a proxy for every request, as req says, and releases it when the
+// response's body has been read to its end or closed, and on every error. Each hop of a redirect is a request of
+// its own. It waits for a free proxy until the request's context ends.
+//
+// A request is never sent without a proxy. What fails at the proxy is a *[ProxyError] and is reported to the pool as
+// Failed. With req.Retries the request is sent again through other proxies when the proxy failed before anything
+// can have reached the target, or when the method is safe (or an Idempotency-Key header is set) and no response came;
+// its body must be absent or replayable by GetBody.
+//
+// It is safe for concurrent use.
+func (p *Pool) Transport(req Request) http.RoundTripper {
+	req.Exclude = slices.Clone(req.Exclude)
+	return &poolTransport{pool: p, request: req}
+}
+
+// Client returns an HTTP client with Transport and nothing else set.
+func (p *Pool) Client(req Request) *http.Client { return &http.Client{Transport: p.Transport(req)} }
+
+type poolTransport struct {
+	pool    *Pool
+	request Request
+}
+
+// RoundTrip implements http.RoundTripper.
+func (t *poolTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.URL == nil {
+		closeBody(r)
+		return nil, errors.New("egress: the request has no URL")
+	}
+	request := t.request.internal()
+	if request.Target == "" {
+		request.Target = strings.ToLower(r.URL.Hostname())
+	}
+	for attempt := 0; ; attempt++ {
+		resp, err := t.try(r, &request)
+		if err == nil {
+			return resp, nil
+		}
+		failed, ok := errors.AsType[*ProxyError](err)
+		if !ok || attempt >= t.request.Retries || !repeatable(r, failed) {
+			return nil, err
+		}
+		if r.Body != nil && r.Body != http.NoBody {
+			body, bodyErr := r.GetBody()
+			if bodyErr != nil {
+				return nil, errors.Join(err, bodyErr)
+			}
+			again := *r
+			again.Body = body
+			r = &again
+		}
+		request.Exclude = append(slices.Clip(request.Exclude), failed.Proxy)
+	}
+}
+
+// try sends r through one leased proxy.
+func (t *poolTransport) try(r *http.Request, request *leases.Request) (*http.Response, error) {
+	if err := t.pool.ready(); err != nil {
+		closeBody(r)
+		return nil, err
+	}
+	l := new(Lease)
+	if err := t.pool.table.Acquire(r.Context(), request, &l.core, 0); err != nil {
+		closeBody(r)
+		return nil, publicError(err)
+	}
+	var stack [16]uintptr
+	l.core.Trace(stack[:runtime.Callers(3, stack[:])])
+	ctx := l.core.ContextFrom(r.Context())
+	resp, err := l.forwarder().send(r.WithContext(ctx))
+	if err != nil {
+		if _, ok := errors.AsType[*ProxyError](err); ok {
+			l.Report(Failed(err))
+		}
+		l.Release()
+		return nil, err
+	}
+	resp.Body = t.leased(ctx, resp, l)
+	resp.Request = r
+	return resp, nil
+}
+
+// repeatable reports whether r may be sent again after it failed with err.
+func repeatable(r *http.Request, err *ProxyError) bool {
+	if r.Body != nil && r.Body != http.NoBody && r.GetBody == nil {
+		return false
+	}
+	if !err.sent {
+		return true
+	}
+	switch r.Method {
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
+		return true
+	}
+	_, a := r.Header["Idempotency-Key"]
+	_, b := r.Header["X-Idempotency-Key"]
+	return a || b
+}
+
+func closeBody(r *http.Request) {
+	if r.Body != nil {
+		r.Body.Close()
+	}
+}
+
+// leased ties the lease to the response's body.
+func (t *poolTransport) leased(ctx context.Context, resp *http.Response, l *Lease) io.ReadCloser {
+	if resp.Body == nil || resp.Body == http.NoBody {
+		l.Release()
+		return http.NoBody
+	}
+	return wrapBody(ctx, resp, l.Release)
+}
+
+// wrapBody returns resp's body with end called once: at its end, at an error, at Close. When ctx ends with a cause
+// the reader is told that cause. The body of a protocol switch can be written to, ends only with Close, and is cut
+// off when ctx ends, which net/http does not do.
+func wrapBody(ctx context.Context, resp *http.Response, end func()) io.ReadCloser {
+	inner := resp.Body
+	w, ok := inner.(io.Writer)
+	if !ok || resp.StatusCode != http.StatusSwitchingProtocols {
+		return &body{inner: inner, ctx: ctx, end: end}
+	}
+	stop := context.AfterFunc(ctx, func() { inner.Close() })
+	return &upgradedBody{body: body{inner: inner, ctx: ctx, end: func() { stop(); end() }}, w: w}
+}
+
+type body struct {
+	inner io.ReadCloser
+	ctx   context.Context
+	end   func()
+	over  atomic.Bool
+}
+
+func (b *body) finish() {
+	if b.over.CompareAndSwap(false, true) {
+		b.end()
+	}
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.inner.Read(p)
+	if err != nil {
+		err = b.explain(err)
+		b.finish()
+	}
+	return n, err
+}
+
+// explain gives the cause of an ended context in place of what net/http made of it.
+func (b *body) explain(err error) error {
+	if err == io.EOF || b.over.Load() { //nolint:errorlint // io.Reader returns io.EOF itself
+		return err
+	}
+	if cause := context.Cause(b.ctx); cause != nil {
+		return cause
+	}
+	return err
+}
+
+func (b *body) Close() error {
+	err := b.inner.Close()
+	b.finish()
+	return err
+}
+
+// upgradedBody is the connection after 101 Switching Protocols.
+type upgradedBody struct {
+	body
+	w io.Writer
+}
+
+func (b *upgradedBody) Read(p []byte) (int, error) {
+	n, err := b.inner.Read(p)
+	if err != nil {
+		err = b.explain(err)
+	}
+	return n, err
+}
+
+func (b *upgradedBody) Write(p []byte) (int, error) {
+	n, err := b.w.Write(p)
+	if err != nil {
+		err = b.explain(err)
+	}
+	return n, err
+}
+
+// leaseTransport sends requests through one lease's proxy.
+type leaseTransport struct{ lease *Lease }
+
+// RoundTrip implements http.RoundTripper.
+func (t leaseTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	held := t.lease.Context()
+	if held.Err() != nil {
+		closeBody(r)
+		return nil, t.ended(held)
+	}
+	ctx, cancel := context.WithCancelCause(r.Context())
+	stop := context.AfterFunc(held, func() { cancel(t.ended(held)) })
+	end := func() { stop(); cancel(nil) }
+	resp, err := t.lease.forwarder().send(r.WithContext(ctx))
+	if err != nil {
+		if _, ok := errors.AsType[*ProxyError](err); ok {
+			t.lease.Report(Failed(err))
+		}
+		end()
+		return nil, err
+	}
+	if resp.Body == nil || resp.Body == http.NoBody {
+		end()
+	} else {
+		resp.Body = wrapBody(ctx, resp, end)
+	}
+	resp.Request = r
+	return resp, nil
+}
+
+// ended says why the lease's context has ended.
+func (t leaseTransport) ended(held context.Context) error {
+	cause := context.Cause(held)
+	if errors.Is(cause, leases.ErrReleased) {
+		return fmt.Errorf("%w: %s", ErrReleased, t.lease)
+	}
+	return cause
+}
