@@ -103,7 +103,8 @@ type ProxyError struct {
 	// Err is the cause.
 	Err error
 
-	sent bool // something may have reached the target
+	sent    bool // something may have reached the target
+	certain bool // the next request would fail too
 }
 
 // Error names the proxy, the reason and the cause.

@@ -130,6 +130,9 @@ func (p *Pool) probePause(x *instance, check *Probe, now time.Time) time.Duratio
 		return min(time.Second, check.Interval) // it is about to rise
 	case !x.everFit:
 		return min(plan.LookInterval(now.Sub(x.firstSeen)), check.Interval)
+	case !x.fit || x.broken:
+		// It worked before; ask sooner at first, so that a short trouble costs little.
+		return min(time.Second<<min(-min(x.streak, 0), 10), check.Interval)
 	case x.fit && now.Sub(x.fitSince) < time.Second && x.streak > 0:
 		// The first one after it became fit falls anywhere in the interval, so that a fleet that came up
 		// together is not probed together.

@@ -41,13 +41,13 @@ func (f *forwarder) send(r *http.Request) (*http.Response, error) {
 	if resp.StatusCode == http.StatusProxyAuthRequired {
 		// Only a proxy may answer 407, and a caller must not take its page for the target's.
 		resp.Body.Close()
-		return nil, f.failure(upstream.KindAuth, errors.New("the proxy refused the credentials with 407"), false)
+		return nil, f.failure(upstream.KindAuth, errors.New("the proxy refused the credentials with 407"), true)
 	}
 	return resp, nil
 }
 
-func (f *forwarder) failure(kind upstream.Kind, err error, sent bool) error {
-	return &ProxyError{Proxy: f.proxy, Instance: f.instance, Reason: string(kind), Err: err, sent: sent}
+func (f *forwarder) failure(kind upstream.Kind, err error, certain bool) *ProxyError {
+	return &ProxyError{Proxy: f.proxy, Instance: f.instance, Reason: string(kind), Err: err, certain: certain}
 }
 
 // explain says whose fault err is.
@@ -57,11 +57,15 @@ func (f *forwarder) explain(ctx context.Context, err error) error {
 	}
 	kind := upstream.Classify(err)
 	_, refusal := errors.AsType[*upstream.StatusError](err)
-	if refusal || upstream.AtProxy(err) {
+	switch {
+	case upstream.AtProxy(err):
+		return f.failure(kind, err, kind != upstream.KindTimeout && kind != upstream.KindInterrupted)
+	case refusal:
 		return f.failure(kind, err, false)
-	}
-	if kind == upstream.KindInterrupted || kind == upstream.KindTimeout {
-		return f.failure(kind, err, true)
+	case kind == upstream.KindInterrupted || kind == upstream.KindTimeout:
+		e := f.failure(kind, err, false)
+		e.sent = true
+		return e
 	}
 	return err
 }
@@ -83,8 +87,8 @@ func withoutProxyHeaders(r *http.Request) *http.Request {
 // response's body has been read to its end or closed, and on every error. Each hop of a redirect is a request of
 // its own. It waits for a free proxy until the request's context ends.
 //
-// A request is never sent without a proxy. What fails at the proxy is a *[ProxyError] and is reported to the pool as
-// Failed. With req.Retries the request is sent again through other proxies when the proxy failed before anything
+// A request is never sent without a proxy. What fails at the proxy is a *[ProxyError] and is reported to the pool: as
+// Broken when the proxy's port is closed or it refuses us, else as Failed. With req.Retries the request is sent again through other proxies when the proxy failed before anything
 // can have reached the target, or when the method is safe (or an Idempotency-Key header is set) and no response came;
 // its body must be absent or replayable by GetBody.
 //
@@ -150,15 +154,26 @@ func (t *poolTransport) try(r *http.Request, request *leases.Request) (*http.Res
 	ctx := l.core.ContextFrom(r.Context())
 	resp, err := l.forwarder().send(r.WithContext(ctx))
 	if err != nil {
-		if _, ok := errors.AsType[*ProxyError](err); ok {
-			l.Report(Failed(err))
-		}
+		l.judge(err)
 		l.Release()
 		return nil, err
 	}
 	resp.Body = t.leased(ctx, resp, l)
 	resp.Request = r
 	return resp, nil
+}
+
+// judge reports what a failed request says about the proxy. A closed port, or a proxy that refuses us, is certain and
+// would fail the next request too; a probe brings the proxy back when it was a short one.
+func (l *Lease) judge(err error) {
+	failed, ok := errors.AsType[*ProxyError](err)
+	switch {
+	case !ok:
+	case failed.certain:
+		l.Report(Broken(err))
+	default:
+		l.Report(Failed(err))
+	}
 }
 
 // repeatable reports whether r may be sent again after it failed with err.
@@ -282,9 +297,7 @@ func (t leaseTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	end := func() { stop(); cancel(nil) }
 	resp, err := t.lease.forwarder().send(r.WithContext(ctx))
 	if err != nil {
-		if _, ok := errors.AsType[*ProxyError](err); ok {
-			t.lease.Report(Failed(err))
-		}
+		t.lease.judge(err)
 		end()
 		return nil, err
 	}

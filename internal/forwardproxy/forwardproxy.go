@@ -9,9 +9,11 @@ import (
 	"errors"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httputil"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -176,9 +178,10 @@ func (s *Server) SetFaults(f Faults) error {
 // cut ends all connections.
 func (s *Server) cut() {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	for c := range s.conns {
-		c.Close()
+	conns := slices.Collect(maps.Keys(s.conns))
+	s.mu.Unlock()
+	for _, c := range conns {
+		c.Close() // which forgets the connection, under the lock
 	}
 }
 
@@ -348,16 +351,16 @@ func halfClose(c net.Conn) {
 // track keeps a connection so that Close and faults can end it.
 func (s *Server) track(c net.Conn, on bool) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !on {
+	refuse := s.closed || s.faults.Refuse
+	if on && !refuse {
+		s.conns[c] = true
+	} else {
 		delete(s.conns, c)
-		return
 	}
-	if s.closed || s.faults.Refuse {
+	s.mu.Unlock()
+	if on && refuse {
 		c.Close()
-		return
 	}
-	s.conns[c] = true
 }
 
 // countingListener wraps what it accepts.

@@ -728,8 +728,8 @@ func (p *planner) look() {
 	}
 }
 
-// LookInterval is the time between two looks at an instance that has been known for age: a twentieth of it, so that
-// a boot is noticed within a twentieth of its length, but at least 50 ms and at most 5 s.
+// LookInterval is the time between two looks at an instance that has been known for age: a fortieth of it, so that
+// a boot is noticed within a fortieth of its length, but at least 50 ms and at most 5 s.
 func LookInterval(age time.Duration) time.Duration {
-	return time.Duration(math.Min(math.Max(float64(age)/20, float64(50*time.Millisecond)), float64(5*time.Second)))
+	return time.Duration(math.Min(math.Max(float64(age)/40, float64(50*time.Millisecond)), float64(5*time.Second)))
 }
