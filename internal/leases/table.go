@@ -169,7 +169,7 @@ func (e *Entry) SetFit(fit bool) {
 	t := e.table
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if e.fit == fit || e.index < 0 {
+	if e.fit == fit || e.index < 0 || fit && e.draining {
 		return
 	}
 	e.fit = fit
