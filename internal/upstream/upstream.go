@@ -215,7 +215,7 @@ func Classify(err error) Kind {
 	}
 	text := err.Error()
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || strings.HasSuffix(text, "EOF") ||
-		strings.Contains(text, "server closed") {
+		strings.Contains(text, "server closed") || strings.Contains(text, "transport connection broken") {
 		return KindInterrupted
 	}
 	return KindUnclassified
