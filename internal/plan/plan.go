@@ -375,6 +375,9 @@ func (p *planner) lost(x *Instance) bool {
 
 // doomed says why x has to go whatever else there is, or WhyNone.
 func (p *planner) doomed(x *Instance) Why {
+	if !x.MissingSince.IsZero() {
+		return WhyNone // what is known of it is old; see lost
+	}
 	switch x.State {
 	case provider.StateFailed:
 		return WhyFailed
@@ -492,7 +495,7 @@ func (p *planner) settle(i int) {
 
 // retire moves the instances of proxy i that are not its target towards their end.
 func (p *planner) retire(i, target, serve int) {
-	targetFit := target >= 0 && p.Instances[target].Fit
+	targetServes := target >= 0 && serve == target && p.Instances[target].Fit
 	for _, k := range p.instancesOf(i) {
 		x := &p.Instances[k]
 		if x.Provider < 0 {
@@ -505,7 +508,7 @@ func (p *planner) retire(i, target, serve int) {
 		case doomed != WhyNone:
 			p.finish(k, doomed)
 		case k == target || p.lost(x):
-		case targetFit:
+		case targetServes:
 			p.finish(k, WhyReplaced)
 		case k == serve:
 		case target >= 0 || !x.EverFit:
