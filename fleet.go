@@ -62,13 +62,13 @@ func (p *Pool) list(s *source) time.Duration {
 	defer p.wake()
 	partial, isPartial := errors.AsType[*provider.PartialError](err)
 	if err != nil && !isPartial {
-		s.failures++
+		s.listFailures++
 		if s.listErr == nil {
 			p.emit(Event{Kind: EventProvider, Provider: s.name, Err: err})
 			p.later(func() { p.logger.Error("provider can't be listed", "provider", s.name, "error", err) })
 		}
 		s.listErr = err
-		wait := p.backoff(s.failures)
+		wait := p.backoff(s.listFailures)
 		if errors.Is(err, provider.ErrDenied) {
 			wait = max(wait, p.config.ListInterval)
 		}
@@ -78,7 +78,7 @@ func (p *Pool) list(s *source) time.Duration {
 		p.emit(Event{Kind: EventProvider, Provider: s.name})
 		p.later(func() { p.logger.Info("provider can be listed again", "provider", s.name) })
 	}
-	s.listErr, s.failures = nil, 0
+	s.listErr, s.listFailures = nil, 0
 	s.listedAt, s.listBegan = time.Now(), began
 	p.takeListLocked(s, found, partial, began)
 	return p.config.ListInterval
@@ -243,7 +243,7 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 	}
 	now := time.Now()
 	if err == nil {
-		s.full, s.denied, s.notBefore, s.failures = false, false, time.Time{}, 0
+		s.full, s.denied, s.notBefore, s.createFailures = false, false, time.Time{}, 0
 		p.counters.Created++
 		key := instanceKey{s, made.ID}
 		x := p.instances[key]
@@ -282,13 +282,16 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 		m.relistAfter = now
 		s.relistNow()
 	case provider.ErrNoCapacity:
-		s.failures++
+		// The provider waits, not the proxy: who gets the next free place is the planner's choice.
+		m.failures--
+		wait = 0
+		s.createFailures++
 		s.full = true
-		s.notBefore = now.Add(max(p.backoff(s.failures), retryAfter(err)))
+		s.notBefore = now.Add(max(p.backoff(s.createFailures), retryAfter(err)))
 	case provider.ErrDenied:
-		s.failures++
+		s.createFailures++
 		s.denied = true
-		s.notBefore = now.Add(max(p.backoff(s.failures), p.config.ListInterval, retryAfter(err)))
+		s.notBefore = now.Add(max(p.backoff(s.createFailures), p.config.ListInterval, retryAfter(err)))
 	}
 	m.notBefore = now.Add(wait)
 }
@@ -390,6 +393,9 @@ func (p *Pool) goneLocked(x *instance, how string) {
 		p.counters.Deleted++
 	}
 	x.source.gone[x.key.id] = time.Now()
+	if x.source.full {
+		x.source.full, x.source.notBefore = false, time.Time{} // there is room now
+	}
 	p.unleaseLocked(x, "gone", nil)
 	p.forgetLocked(x)
 	p.emit(Event{Kind: EventGone, Proxy: x.proxy, Instance: x.name, Message: how})

@@ -15,8 +15,12 @@ import (
 	"crawl.example.com/egress/provider"
 )
 
-// passGap is the least time between two passes of the loop, so that a burst of news costs one pass.
-const passGap = 10 * time.Millisecond
+// passGap is the least time between two passes of the loop, so that a burst of news costs one pass; passGapEach is
+// added for every instance, so that a large fleet does not spend its time on planning.
+const (
+	passGap     = 10 * time.Millisecond
+	passGapEach = 20 * time.Microsecond
+)
 
 // reconcileForever brings what exists closer to what is wanted, pass by pass.
 func (p *Pool) reconcileForever() {
@@ -29,11 +33,11 @@ func (p *Pool) reconcileForever() {
 		case <-p.kick:
 		case <-timer.C:
 		}
-		wake := p.pass(time.Now())
+		wake, fleet := p.pass(time.Now())
 		select {
 		case <-p.running.Done():
 			return
-		case <-time.After(passGap):
+		case <-time.After(passGap + time.Duration(fleet)*passGapEach):
 		}
 		if wake.IsZero() {
 			wake = time.Now().Add(time.Minute)
@@ -42,8 +46,9 @@ func (p *Pool) reconcileForever() {
 	}
 }
 
-// pass plans once and starts what was decided. It returns when to look again at the latest.
-func (p *Pool) pass(now time.Time) time.Time {
+// pass plans once and starts what was decided. It returns when to look again at the latest, and the number of
+// instances.
+func (p *Pool) pass(now time.Time) (time.Time, int) {
 	p.mu.Lock()
 	defer p.unlock()
 	in, list := p.inputLocked(now)
@@ -72,7 +77,7 @@ func (p *Pool) pass(now time.Time) time.Time {
 	}
 	close(p.turn)
 	p.turn = make(chan struct{})
-	return out.Wake
+	return out.Wake, len(list)
 }
 
 // freshFor is how many list intervals a provider's list stays the truth.
@@ -192,6 +197,13 @@ func (p *Pool) noteSuspectLocked(since time.Time) {
 			p.logger.Error("most proxies fail at once; the probe site or our own network is suspect, nothing unhealthy is replaced")
 		})
 	case was && !is:
+		// Those that have not been probed again yet get their whole grace anew.
+		for _, x := range p.instances {
+			if !x.failingSince.IsZero() {
+				x.failingSince = time.Now()
+				p.probeNowLocked(x)
+			}
+		}
 		p.emit(Event{Kind: EventUnsuspect})
 		p.later(func() { p.logger.Info("most proxies work again") })
 	}

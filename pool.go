@@ -177,13 +177,15 @@ type source struct {
 	listedAt  time.Time // when the newest good list ended
 	listBegan time.Time // when it began
 	listErr   error
-	failures  int
-	notBefore time.Time // holds creates back
-	full      bool
-	denied    bool
-	relist    chan struct{} // holds a token while it should list at once
-	odd       map[string]bool
-	gone      map[string]time.Time // ids that were gone for sure, and when
+
+	listFailures   int       // in a row
+	createFailures int       // in a row, of those that are the provider's
+	notBefore      time.Time // holds creates back
+	full           bool
+	denied         bool
+	relist         chan struct{} // holds a token while it should list at once
+	odd            map[string]bool
+	gone           map[string]time.Time // ids that were gone for sure, and when
 }
 
 // New checks config and returns a pool that does nothing yet: it starts no goroutine and does no I/O. The error

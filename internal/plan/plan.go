@@ -214,7 +214,8 @@ type Output struct {
 	Status []Status
 	// Wake is when to look again if nothing happens before; zero is never.
 	Wake time.Time
-	// SuspectSince is since when most proxies fail at once; zero when they do not.
+	// SuspectSince is since when most proxies fail at once; zero when they do not. When it becomes zero the
+	// caller must set FailingSince of what still fails to now.
 	SuspectSince time.Time
 }
 
@@ -247,7 +248,7 @@ type planner struct {
 	first []int
 
 	load     []load // by provider
-	unfit    int    // wanted proxies that serve nothing
+	unfit    int    // wanted proxies that serve nothing, but for those without room
 	serving  int    // wanted proxies that serve
 	canary   bool   // an unhealthy proxy is being replaced while the probe site is suspect
 	requests []request
@@ -407,7 +408,9 @@ func (p *planner) stale(want *Proxy, x *Instance) Why {
 	if want.MaxAge > 0 && p.after(x.Created.Add(want.MaxAge-ageJitter(x.ID, want.MaxAge))) {
 		return WhyAge
 	}
-	if x.EverFit && !x.FailingSince.IsZero() && p.after(x.FailingSince.Add(p.Limits.UnhealthyGrace)) {
+	// In the pass that lifts a suspicion some have not been probed again yet; the caller gives them a new grace.
+	lifted := !p.SuspectSince.IsZero() && !p.suspected()
+	if x.EverFit && !x.FailingSince.IsZero() && !lifted && p.after(x.FailingSince.Add(p.Limits.UnhealthyGrace)) {
 		return WhyUnhealthy
 	}
 	return WhyNone
@@ -470,7 +473,7 @@ func (p *planner) settle(i int) {
 	if serve >= 0 {
 		p.out.Serve[serve] = true
 		p.serving++
-	} else {
+	} else if !p.starved(i) {
 		p.unfit++
 	}
 	stale := WhyNone
@@ -491,6 +494,13 @@ func (p *planner) settle(i int) {
 	if target >= 0 && p.suspected() && !p.Instances[target].EverFit {
 		p.canary = true
 	}
+}
+
+// starved reports whether proxy i has nothing because its provider has no room. That is not of our making, and must
+// not keep the others from being replaced.
+func (p *planner) starved(i int) bool {
+	want := &p.Proxies[i]
+	return want.Provider >= 0 && p.Providers[want.Provider].Full && !want.Creating && len(p.instancesOf(i)) == 0
 }
 
 // retire moves the instances of proxy i that are not its target towards their end.
@@ -632,8 +642,7 @@ func (p *planner) deleteFirst(r request) bool {
 	}
 	// The last one that works is not given up for one that may not, unless it is the only one there is and
 	// the operator allowed for that.
-	floor := max(len(p.Proxies)-p.Limits.MaxUnavailable, min(1, len(p.Proxies)-1))
-	if p.serving-1 < floor || p.unfit >= p.Limits.MaxUnavailable {
+	if p.serving-1 < min(1, len(p.Proxies)-1) || p.unfit >= p.Limits.MaxUnavailable {
 		return false
 	}
 	if p.Limits.Surge > 0 && !p.Providers[p.Proxies[r.proxy].Provider].Full {

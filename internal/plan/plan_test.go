@@ -394,7 +394,17 @@ func check(t *testing.T, in Input) {
 		}
 	}
 	// Replacing never takes away the last ones that work for ones that may not.
-	floor := max(len(in.Proxies)-in.Limits.MaxUnavailable, min(1, len(in.Proxies)-1))
+	starved := 0
+	for i := range in.Proxies {
+		has := false
+		for k := range in.Instances {
+			has = has || in.Instances[k].Proxy == i
+		}
+		if w := &in.Proxies[i]; !has && w.Provider >= 0 && !w.Creating && in.Providers[w.Provider].Full {
+			starved++
+		}
+	}
+	floor := max(len(in.Proxies)-starved-in.Limits.MaxUnavailable, min(1, len(in.Proxies)-1))
 	if serving < min(floor, len(could)) {
 		t.Fatalf("%d serve of %d that could, floor %d: %s\n%+v\n%+v", serving, len(could), floor, describe(in, out), in, out)
 	}

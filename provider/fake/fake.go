@@ -12,7 +12,6 @@ import (
 	"maps"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -277,7 +276,7 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest) (prov
 
 // count keeps the highest number of instances that were there at once.
 func (p *Provider) count() {
-	n := len(p.store.rows(time.Now()))
+	n := p.store.size(time.Now())
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.most = max(p.most, n)
@@ -441,13 +440,5 @@ func (p *Provider) Alive(address string) bool {
 	if h, _, err := net.SplitHostPort(address); err == nil {
 		host = h
 	}
-	now := time.Now()
-	for _, r := range p.store.rows(now) {
-		x := r.instance(now)
-		if x.Address != "" && x.State == provider.StateRunning && !r.Killed && (x.Address == host ||
-			net.JoinHostPort(x.Address, strconv.Itoa(x.Port)) == address) {
-			return true
-		}
-	}
-	return false
+	return p.store.alive(host, time.Now())
 }

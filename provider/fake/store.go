@@ -78,16 +78,12 @@ func (r row) instance(t time.Time) provider.Instance {
 // keepGone is how long rows that are gone are remembered, for lists that lag.
 const keepGone = time.Hour
 
-// loadLocked reads the rows of a directory and forgets what is gone for long.
-func (s *Store) loadLocked(now time.Time) error {
-	for id, r := range s.all {
-		if s.dir != "" || !r.Gone.IsZero() && now.Sub(r.Gone) > keepGone {
-			delete(s.all, id)
-		}
-	}
+// loadLocked reads the rows of a directory.
+func (s *Store) loadLocked() error {
 	if s.dir == "" {
 		return nil
 	}
+	clear(s.all)
 	files, err := filepath.Glob(filepath.Join(s.dir, "*.json"))
 	if err != nil {
 		return err
@@ -146,8 +142,35 @@ func (s *Store) rows(t time.Time) []row {
 	return all
 }
 
+// size returns how many rows are there at t.
+func (s *Store) size(t time.Time) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mustLoadLocked()
+	n := 0
+	for _, r := range s.all {
+		if r.visible(t) {
+			n++
+		}
+	}
+	return n
+}
+
+// alive reports whether an instance with that address runs at t and was not killed.
+func (s *Store) alive(address string, t time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mustLoadLocked()
+	for _, r := range s.all {
+		if r.Address == address && r.visible(t) && !r.Killed && r.instance(t).State == provider.StateRunning {
+			return true
+		}
+	}
+	return false
+}
+
 func (s *Store) mustLoadLocked() {
-	if err := s.loadLocked(time.Now()); err != nil {
+	if err := s.loadLocked(); err != nil {
 		panic(err)
 	}
 }
@@ -168,7 +191,10 @@ func (s *Store) reserve(req provider.CreateRequest, c Config, down map[string]bo
 	now := time.Now()
 	load := map[string]int{}
 	live := 0
-	for _, r := range s.all {
+	for id, r := range s.all {
+		if !r.Gone.IsZero() && now.Sub(r.Gone) > keepGone {
+			delete(s.all, id)
+		}
 		if !r.visible(now) {
 			continue
 		}
