@@ -243,6 +243,7 @@ func (c *Config) validate() error {
 // declaration is a Proxy that was checked, with its defaults filled in and its endpoint taken apart.
 type declaration struct {
 	Proxy
+	faulty    bool   // something is wrong with it
 	host      string // of an external proxy
 	maxLeases int
 	provider  int // index into Config.Providers; -1 for External
@@ -265,7 +266,10 @@ func (c *Config) declare(proxies []Proxy) ([]declaration, error) {
 			f.add("Name is used twice, want unique names")
 		}
 		seen[p.Name] = true
-		all = append(all, c.declareOne(&f, p))
+		before := len(f.list)
+		d := c.declareOne(&f, p)
+		d.faulty = len(f.list) > before
+		all = append(all, d)
 	}
 	return all, f.err()
 }

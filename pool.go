@@ -291,25 +291,23 @@ func (p *Pool) Apply(ctx context.Context, proxies ...Proxy) error {
 		return ErrClosed
 	}
 	declarations, err := p.config.declare(proxies)
-	if err != nil {
-		return err
-	}
-	if err := p.checkImmutable(declarations); err != nil {
-		return err
-	}
+	err = errors.Join(err, p.checkImmutable(declarations))
 	values := p.readSecrets(ctx, declarations)
-	if err := ctx.Err(); err != nil {
+	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	made := make([]madeSpec, len(declarations))
 	f := faults{}
 	for i := range declarations {
+		if declarations[i].faulty {
+			continue
+		}
 		made[i] = p.makeSpec(&declarations[i], values)
 		if made[i].refused {
 			f.add("egress: proxy %q: %w", declarations[i].Name, made[i].err)
 		}
 	}
-	if err := f.err(); err != nil {
+	if err := errors.Join(err, f.err()); err != nil {
 		return err
 	}
 	p.mu.Lock()

@@ -44,6 +44,9 @@ func (p *Pool) readSecrets(ctx context.Context, declarations []declaration) map[
 	p.mu.Unlock()
 	values := map[string]secret{}
 	for i := range declarations {
+		if declarations[i].faulty {
+			continue
+		}
 		for _, ref := range declarations[i].refs() {
 			values[ref] = secret{}
 		}

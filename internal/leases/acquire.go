@@ -121,7 +121,7 @@ func (t *Table) loseLocked(ctx context.Context, w *waiter) error {
 		t.unqueueLocked(w)
 	} else if w.lease.entry != nil && !w.lease.h.over {
 		t.releaseLocked(w.lease.h, nil)
-		back = ended{w.lease.h}
+		back = ended{endOf(w.lease.h)}
 	}
 	t.mu.Unlock()
 	back.finish(ErrReleased)

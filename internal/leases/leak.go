@@ -79,8 +79,9 @@ func (t *Table) reclaim(h *holder) {
 	if h.rare != nil {
 		leak.Stack = h.rare.stack
 	}
+	end := endOf(h)
 	t.mu.Unlock()
-	ended{h}.finish(ErrReleased)
+	ended{end}.finish(ErrReleased)
 	if t.hooks.Leaked != nil {
 		t.hooks.Leaked(leak)
 	}

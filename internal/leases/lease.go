@@ -103,15 +103,13 @@ func (l *Lease) Release() {
 		h.rare.leak.Stop()
 	}
 	t.releaseLocked(h, nil)
-	idle := e.draining && e.load == 0
-	ext := h.rare
+	if h.rare == nil && !e.draining {
+		t.mu.Unlock()
+		return
+	}
+	end := endOf(h)
 	t.mu.Unlock()
-	if ext != nil && ext.cancel != nil {
-		ext.cancel(ErrReleased)
-	}
-	if idle {
-		t.idle(e)
-	}
+	ended{end}.finish(ErrReleased)
 }
 
 // releaseLocked ends h and hands its place on. The cause is nil for a lease that is given back. The caller cancels
@@ -183,31 +181,44 @@ func (l *Lease) ContextFrom(parent context.Context) context.Context {
 	if r.ctx == nil {
 		r.ctx, r.cancel = context.WithCancelCause(parent)
 	}
-	over := l.h.over
-	cause := r.cause
+	ctx, cancel, over, cause := r.ctx, r.cancel, l.h.over, r.cause
 	t.mu.Unlock()
 	if over {
 		if cause == nil {
 			cause = ErrReleased
 		}
-		r.cancel(cause)
+		cancel(cause)
 	}
-	return r.ctx
+	return ctx
 }
 
-// ended are holders that are over, for what has to be done about them without the lock.
-type ended []*holder
+// ended are leases that are over, for what has to be done about them without the lock.
+type ended []end
+
+type end struct {
+	entry  *Entry
+	cancel context.CancelCauseFunc // nil when nobody asked for the context
+}
+
+// endOf must be called with Table.mu held.
+func endOf(h *holder) end {
+	e := end{entry: h.entry}
+	if h.rare != nil {
+		e.cancel = h.rare.cancel
+	}
+	return e
+}
 
 // finish cancels their contexts and reports the entries that are idle now.
 func (list ended) finish(cause error) {
-	for _, h := range list {
-		if h.rare != nil && h.rare.cancel != nil {
-			h.rare.cancel(cause)
+	for _, x := range list {
+		if x.cancel != nil {
+			x.cancel(cause)
 		}
 	}
 	var last *Entry
-	for _, h := range list {
-		e := h.entry
+	for _, x := range list {
+		e := x.entry
 		if e == last {
 			continue
 		}
@@ -225,9 +236,9 @@ func (list ended) finish(cause error) {
 func (t *Table) revokeAllLocked(e *Entry, cause error, list ended) ended {
 	for e.holders != nil {
 		h := e.holders
-		list = append(list, h)
 		t.stats.Revoked++
 		t.releaseLocked(h, cause)
+		list = append(list, endOf(h))
 	}
 	return list
 }
@@ -249,6 +260,7 @@ func (t *Table) expire(h *holder) {
 	}
 	t.stats.Revoked++
 	t.releaseLocked(h, cause)
+	end := endOf(h)
 	t.mu.Unlock()
-	ended{h}.finish(cause)
+	ended{end}.finish(cause)
 }
