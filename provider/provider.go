@@ -43,7 +43,8 @@ type Provider interface {
 	// Delete asks for the removal of one instance and all that belongs to it. A nil error means that
 	// the request was accepted; the instance counts as gone when Get or Delete says [ErrNotFound] or a
 	// complete List no longer has it. Delete is repeated until then. An id that was never there is
-	// ErrNotFound.
+	// ErrNotFound. An instance without a mark is refused with [ErrPermanent]; the pool passes ids only that
+	// a List of its own owner gave.
 	Delete(ctx context.Context, id string) error
 }
 

@@ -72,6 +72,7 @@ type Provider struct {
 	config   Config
 	fails    map[Op][]error
 	lateFail []error // for creates that succeed and say otherwise
+	halfway  int     // creates that stop half way
 	hangs    map[Op]chan struct{}
 	panics   map[Op]int
 	down     map[string]bool
@@ -243,6 +244,15 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest) (prov
 	if err != nil {
 		return provider.Instance{}, err
 	}
+	p.mu.Lock()
+	stop := p.halfway > 0
+	if stop {
+		p.halfway--
+	}
+	p.mu.Unlock()
+	if stop {
+		return provider.Instance{}, fmt.Errorf("%w: told to stop half way", provider.ErrOutcomeUnknown)
+	}
 	if c.CreateTime > 0 {
 		timer := time.NewTimer(c.CreateTime)
 		defer timer.Stop()
@@ -367,6 +377,9 @@ func (p *Provider) Delete(ctx context.Context, id string) error {
 	r, ok := p.store.row(id, time.Now())
 	if !ok {
 		return end(provider.ErrNotFound)
+	}
+	if r.Mark.Owner == "" {
+		return end(fmt.Errorf("%w: it carries no mark, so it is not ours", provider.ErrPermanent))
 	}
 	if p.hostDown(r.Host) {
 		return end(fmt.Errorf("%w: host %s does not answer", provider.ErrUnavailable, r.Host))

@@ -38,6 +38,9 @@ func (p *Provider) CreateThenFail(err error, n int) {
 	}
 }
 
+// FailHalfway makes the next n creates stop after they have left something behind.
+func (p *Provider) FailHalfway(n int) { p.set(func() { p.halfway += n }) }
+
 // PanicNext makes the next n calls of op panic.
 func (p *Provider) PanicNext(op Op, n int) {
 	p.mu.Lock()
