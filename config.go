@@ -253,6 +253,7 @@ type declaration struct {
 func (c *Config) declare(proxies []Proxy) ([]declaration, error) {
 	f := faults{prefix: "egress: "}
 	seen := map[string]bool{}
+	shared := map[string]map[string]string{}
 	all := make([]declaration, 0, len(proxies))
 	for i, p := range proxies {
 		f.prefix = fmt.Sprintf("egress: proxy %q: ", p.Name)
@@ -268,15 +269,31 @@ func (c *Config) declare(proxies []Proxy) ([]declaration, error) {
 		seen[p.Name] = true
 		before := len(f.list)
 		d := c.declareOne(&f, p)
+		d.Labels = shareLabels(shared, p.Labels)
 		d.faulty = len(f.list) > before
 		all = append(all, d)
 	}
 	return all, f.err()
 }
 
+// shareLabels returns a copy of labels, the same one for equal labels: in a large fleet most are.
+func shareLabels(shared map[string]map[string]string, labels map[string]string) map[string]string {
+	if len(labels) == 0 {
+		return nil
+	}
+	var key strings.Builder
+	for _, k := range slices.Sorted(maps.Keys(labels)) {
+		fmt.Fprintf(&key, "%q=%q ", k, labels[k])
+	}
+	if same, ok := shared[key.String()]; ok {
+		return same
+	}
+	shared[key.String()] = maps.Clone(labels)
+	return shared[key.String()]
+}
+
 func (c *Config) declareOne(f *faults, p Proxy) declaration {
 	d := declaration{Proxy: p, provider: -1}
-	d.Labels = maps.Clone(p.Labels)
 	d.Options = maps.Clone(p.Options)
 	d.Placement.Labels = maps.Clone(p.Placement.Labels)
 	switch p.Mode {

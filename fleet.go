@@ -195,7 +195,7 @@ func (p *Pool) observeLocked(x *instance, f *provider.Instance, now time.Time) {
 		x.address, x.port = f.Address, f.Port
 		p.refreshEndpointLocked(x)
 	}
-	if x.state == provider.StateRunning && x.address != "" && x.probeIndex < 0 && !x.probing && !x.deleting {
+	if x.state == provider.StateRunning && x.address != "" && x.probeIndex < 0 && !x.probing && x.deleting == nil {
 		p.probeNowLocked(x)
 	}
 }
@@ -328,9 +328,9 @@ func (p *Pool) lookLocked(x *instance, now time.Time) {
 
 // deleteLocked revokes what is held on x and asks for its removal.
 func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
-	first := !x.deleting
+	first := x.deleting == nil
 	if first {
-		x.deleting, x.deletingSince = true, now
+		x.deleting = &deletion{since: now}
 		p.unprobeLocked(x)
 		if why == plan.WhyReplaced || why == plan.WhyDrift || why == plan.WhyAge || why == plan.WhyRefresh {
 			p.counters.Replaced++
@@ -361,8 +361,9 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 		defer p.unlock()
 		defer p.wake()
 		x.busy = false
-		x.deleteTries++
-		x.deleteNotBefore = time.Now().Add(max(p.backoff(x.deleteTries), retryAfter(err)))
+		d := x.deleting
+		d.tries++
+		d.notBefore = time.Now().Add(max(p.backoff(d.tries), retryAfter(err)))
 		switch {
 		case err == nil:
 			x.lastErr = nil
@@ -371,7 +372,7 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 		case p.closingDown(err):
 		default:
 			if errors.Is(err, provider.ErrPermanent) {
-				x.deleteNotBefore = time.Now().Add(p.config.BackoffMax)
+				d.notBefore = time.Now().Add(p.config.BackoffMax)
 			}
 			if x.lastErr == nil || x.lastErr.Error() != err.Error() {
 				p.emit(Event{Kind: EventDeleteError, Proxy: x.proxy, Instance: x.name, Provider: s.name, Err: err})
@@ -389,7 +390,7 @@ func (p *Pool) goneLocked(x *instance, how string) {
 	if p.instances[x.key] != x {
 		return
 	}
-	if x.deleting {
+	if x.deleting != nil {
 		p.counters.Deleted++
 	}
 	x.source.gone[x.key.id] = time.Now()

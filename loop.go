@@ -135,8 +135,11 @@ func (x *instance) forPlan() plan.Instance {
 		State: x.state, StateSince: x.stateSince, Created: x.created, FirstSeen: x.firstSeen,
 		Addressed: x.address != "", Unlisted: x.unlisted, MissingSince: x.missingSince, LookedAt: x.lookedAt,
 		Fit: x.fit, EverFit: x.everFit, FailingSince: x.failingSince, Soft: x.soft, Broken: x.broken,
-		DrainingSince: x.drainingSince, Deleting: x.deleting, DeleteNotBefore: x.deleteNotBefore,
+		DrainingSince: x.drainingSince,
 		UnwantedSince: x.unwantedSince, Dismissed: x.dismissed, Busy: x.busy,
+	}
+	if x.deleting != nil {
+		v.Deleting, v.DeleteNotBefore = true, x.deleting.notBefore
 	}
 	if x.member != nil {
 		v.Proxy = x.member.index
@@ -241,7 +244,7 @@ func (p *Pool) externalLocked(m *member, now time.Time) {
 		if x.member != m || !x.drainingSince.IsZero() {
 			continue
 		}
-		if sameEndpoint(x.endpoint, endpoint) {
+		if sameEndpoint(*x.endpoint, endpoint) {
 			return
 		}
 		p.drainLocked(x, string(plan.WhyDrift), now)
@@ -252,7 +255,7 @@ func (p *Pool) externalLocked(m *member, now time.Time) {
 	x := &instance{
 		key: instanceKey{id: name}, member: m, proxy: d.Name, name: name, generation: g, hashVersion: provider.HashVersion,
 		state: provider.StateRunning, stateSince: now, created: now, firstSeen: now,
-		address: d.host, port: port, endpoint: endpoint, probeIndex: -1,
+		address: d.host, port: port, endpoint: &endpoint, probeIndex: -1,
 	}
 	p.instances[x.key] = x
 	p.probeNowLocked(x)

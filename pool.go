@@ -140,8 +140,8 @@ type instance struct {
 	busy         bool
 	lastErr      error
 
-	endpoint upstream.Endpoint
-	entry    *leases.Entry // nil until it is first leased
+	endpoint *upstream.Endpoint // nil while the address is not known; never changed, only replaced
+	entry    *leases.Entry      // nil until it is first leased
 	forward  *forwarder
 
 	// What probes say.
@@ -158,13 +158,17 @@ type instance struct {
 	probeIndex   int // in Pool.probes; -1 when it is not there
 	probing      bool
 
-	drainingSince   time.Time
-	deleting        bool
-	deletingSince   time.Time
-	deleteTries     int
-	deleteNotBefore time.Time
-	unwantedSince   time.Time
-	dismissed       bool
+	drainingSince time.Time
+	unwantedSince time.Time
+	dismissed     bool
+	deleting      *deletion // nil until it is asked for
+}
+
+// deletion is how far the removal of an instance is.
+type deletion struct {
+	since     time.Time
+	tries     int
+	notBefore time.Time // the next try
 }
 
 // source is one provider.
@@ -380,9 +384,9 @@ func (p *Pool) adoptDeclarationsLocked(declarations []declaration, values map[st
 	for _, x := range p.instances {
 		p.refreshEndpointLocked(x)
 	}
-	wanted := make([]leases.Member, len(order))
+	wanted := make([]leases.Wanted, len(order))
 	for i, m := range order {
-		wanted[i] = leases.Member{Proxy: m.decl.Name, Labels: m.decl.Labels, MaxLeases: m.decl.maxLeases}
+		wanted[i] = leases.Wanted{Proxy: m.decl.Name, Labels: m.decl.Labels, MaxLeases: m.decl.maxLeases}
 	}
 	p.table.SetWanted(wanted)
 }

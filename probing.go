@@ -43,7 +43,7 @@ func (p *Pool) startProbes() time.Duration {
 		}
 		p.probing++
 		x.probing = true
-		endpoint := x.endpoint
+		endpoint := *x.endpoint
 		check := probeCheck(&x.member.decl.Probe)
 		p.spawn(func() { p.probed(x, endpoint.Addr(), p.probe(p.running, endpoint, check)) })
 	}
@@ -59,7 +59,7 @@ func (p *Pool) probeNowLocked(x *instance) { p.probeAtLocked(x, time.Now()) }
 
 // probeAtLocked has x probed at t, or earlier when that was planned already.
 func (p *Pool) probeAtLocked(x *instance, t time.Time) {
-	if x.probing || x.deleting || p.instances[x.key] != x {
+	if x.probing || x.deleting != nil || p.instances[x.key] != x {
 		return
 	}
 	switch {
@@ -104,7 +104,7 @@ func (p *Pool) probed(x *instance, address string, r probe.Result) {
 	p.probing--
 	x.probing = false
 	p.proberLocked()
-	if r.Reason == probe.ReasonCanceled || x.member == nil || x.deleting || p.instances[x.key] != x {
+	if r.Reason == probe.ReasonCanceled || x.member == nil || x.deleting != nil || p.instances[x.key] != x {
 		return
 	}
 	now := time.Now()

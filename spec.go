@@ -342,16 +342,16 @@ func (p *Pool) refreshEndpointLocked(x *instance) {
 	if x.entry != nil {
 		x.entry.Update(d.Labels, d.maxLeases)
 	}
-	known := x.endpoint.Host != ""
+	known := x.endpoint != nil
 	next := endpointOf(d, x)
 	if known && (x.source == nil || x.hash != x.member.hash) {
-		next = x.endpoint
+		next = *x.endpoint
 		next.Host = x.address
 	}
-	if sameEndpoint(x.endpoint, next) {
+	if known && sameEndpoint(*x.endpoint, next) {
 		return
 	}
-	x.endpoint = next
+	x.endpoint = &next
 	if known {
 		p.unleaseLocked(x, "address or credentials changed", nil)
 		x.fit, x.streak = false, 0

@@ -202,8 +202,8 @@ func (p *Pool) leavingLocked(x *instance) ProxyStatus {
 		s.Mode = External
 	}
 	switch {
-	case x.deleting:
-		s.Phase, s.Since = PhaseDeleting, x.deletingSince
+	case x.deleting != nil:
+		s.Phase, s.Since = PhaseDeleting, x.deleting.since
 	case !x.drainingSince.IsZero():
 		s.Phase, s.Since = PhaseDraining, x.drainingSince
 	}
@@ -216,7 +216,7 @@ func (p *Pool) leavingLocked(x *instance) ProxyStatus {
 
 func (x *instance) describe(s *ProxyStatus) {
 	s.Instance, s.Generation, s.Host = x.name, x.generation, x.host
-	if x.address != "" {
+	if x.endpoint != nil {
 		s.Address = x.endpoint.Addr()
 	}
 	s.LastProbe, s.EgressIP = x.lastProbe, x.egressIP

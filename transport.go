@@ -18,23 +18,32 @@ import (
 // forwarder sends requests through one instance. It lives and dies with it: an http.Transport that outlived the
 // proxy would keep HTTP/2 connections through it (golang/go#25620).
 type forwarder struct {
-	endpoint upstream.Endpoint
-	base     *http.Transport
-	proxy    string
-	instance string
-	owner    *instance // for the pool's own use
+	endpoint *upstream.Endpoint
+	owner    *instance // its proxy and name never change
+	base     atomic.Pointer[http.Transport]
 }
 
-func newForwarder(x *instance) *forwarder {
-	return &forwarder{endpoint: x.endpoint, base: upstream.NewTransport(x.endpoint), proxy: x.proxy, instance: x.name, owner: x}
+func newForwarder(x *instance) *forwarder { return &forwarder{endpoint: x.endpoint, owner: x} }
+
+// transport makes the http.Transport when it is first needed: it is larger than all else that a proxy takes.
+func (f *forwarder) transport() *http.Transport {
+	if t := f.base.Load(); t != nil {
+		return t
+	}
+	f.base.CompareAndSwap(nil, upstream.NewTransport(*f.endpoint))
+	return f.base.Load()
 }
 
 // close ends the idle connections. Those in use end with the leases that use them.
-func (f *forwarder) close() { f.base.CloseIdleConnections() }
+func (f *forwarder) close() {
+	if t := f.base.Load(); t != nil {
+		t.CloseIdleConnections()
+	}
+}
 
 // send makes one attempt. r's context must be the lease's.
 func (f *forwarder) send(r *http.Request) (*http.Response, error) {
-	resp, err := f.base.RoundTrip(withoutProxyHeaders(r))
+	resp, err := f.transport().RoundTrip(withoutProxyHeaders(r))
 	if err != nil {
 		return nil, f.explain(r.Context(), err)
 	}
@@ -47,7 +56,7 @@ func (f *forwarder) send(r *http.Request) (*http.Response, error) {
 }
 
 func (f *forwarder) failure(kind upstream.Kind, err error, certain bool) *ProxyError {
-	return &ProxyError{Proxy: f.proxy, Instance: f.instance, Reason: string(kind), Err: err, certain: certain}
+	return &ProxyError{Proxy: f.owner.proxy, Instance: f.owner.name, Reason: string(kind), Err: err, certain: certain}
 }
 
 // explain says whose fault err is.

@@ -102,7 +102,7 @@ func trusting(t *testing.T, p *Pool, s *httptest.Server) {
 		if x.forward == nil {
 			t.Fatal("an instance has not been leased yet")
 		}
-		x.forward.base.TLSClientConfig = &tls.Config{RootCAs: roots, NextProtos: []string{"h2", "http/1.1"}}
+		x.forward.transport().TLSClientConfig = &tls.Config{RootCAs: roots, NextProtos: []string{"h2", "http/1.1"}}
 	}
 }
 

@@ -22,7 +22,7 @@ type Request struct {
 
 // waiter is a caller that waits for a lease.
 type waiter struct {
-	req        *Request
+	req        Request // a copy, so that the requests of those who need not wait stay on their stacks
 	lease      *Lease
 	shape      *shape
 	seq        uint64
@@ -79,8 +79,8 @@ func (t *Table) Acquire(ctx context.Context, req *Request, l *Lease, pc uintptr)
 		return err
 	}
 	t.seq++
-	l.own.pc = pc
-	w := &waiter{req: req, lease: l, shape: s, seq: t.seq, done: make(chan error, 1), queued: true}
+	l.pc = pc
+	w := &waiter{req: *req, lease: l, shape: s, seq: t.seq, done: make(chan error, 1), queued: true}
 	s.queue.push(w)
 	t.stats.Waiting++
 	t.mu.Unlock()
@@ -113,15 +113,14 @@ func (t *Table) wait(ctx context.Context, w *waiter) error {
 
 // loseLocked ends the wait of w because its context has ended, even if it was served meanwhile. It unlocks.
 func (t *Table) loseLocked(ctx context.Context, w *waiter) error {
-	why := t.exhaustedLocked(w.req, w.shape)
+	why := t.exhaustedLocked(&w.req, w.shape)
 	why.Err = context.Cause(ctx)
 	t.stats.Exhausted++
 	var back ended
 	if w.queued {
 		t.unqueueLocked(w)
-	} else if w.lease.entry != nil && !w.lease.h.over {
-		t.releaseLocked(w.lease.h, nil)
-		back = ended{endOf(w.lease.h)}
+	} else if w.lease.entry != nil && !w.lease.endedLocked() {
+		back = ended{t.endLocked(w.lease, nil)}
 	}
 	t.mu.Unlock()
 	back.finish(ErrReleased)
@@ -198,16 +197,16 @@ func (t *Table) suitsLocked(e *Entry, req *Request) bool {
 
 // possibleLocked reports whether some entry or some declared proxy could ever serve req.
 func (t *Table) possibleLocked(req *Request, s *shape) bool {
-	usable := func(m *Member) bool {
-		return m.MaxLeases > 0 && s.matches(m.Labels) && !slices.Contains(req.Exclude, m.Proxy)
+	usable := func(proxy string, labels map[string]string, maxLeases int) bool {
+		return maxLeases > 0 && s.matches(labels) && !slices.Contains(req.Exclude, proxy)
 	}
 	for _, e := range t.entries {
-		if !e.draining && usable(&e.member) {
+		if m := &e.member; !e.draining && usable(m.Proxy, m.Labels, m.MaxLeases) {
 			return true
 		}
 	}
 	for i := range t.wanted {
-		if usable(&t.wanted[i]) {
+		if w := &t.wanted[i]; usable(w.Proxy, w.Labels, w.MaxLeases) {
 			return true
 		}
 	}
@@ -250,7 +249,7 @@ func (t *Table) dispatchLocked(e *Entry) {
 			return
 		}
 		t.unqueueLocked(next)
-		t.grantLocked(e, next.req, next.lease, next.lease.own.pc)
+		t.grantLocked(e, &next.req, next.lease, next.lease.pc)
 		next.done <- nil
 	}
 }
@@ -258,11 +257,11 @@ func (t *Table) dispatchLocked(e *Entry) {
 // firstWaiterLocked returns the first waiter of s that e would be given to.
 func (t *Table) firstWaiterLocked(s *shape, e *Entry) *waiter {
 	for w := s.queue.head; w != nil; w = w.next {
-		if !t.suitsLocked(e, w.req) {
+		if !t.suitsLocked(e, &w.req) {
 			continue
 		}
 		if w.req.Key != "" {
-			if b := t.keys.find(w.req.Key); b != nil && b.entry != e && t.bindsLocked(b, w.req, s) {
+			if b := t.keys.find(w.req.Key); b != nil && b.entry != e && t.bindsLocked(b, &w.req, s) {
 				continue
 			}
 		}

@@ -29,10 +29,12 @@ func (t *Table) age() {
 	epoch := t.epoch
 	t.epoch++
 	for i := 0; i < len(t.entries) && t.young > 0; i++ {
-		for h := t.entries[i].holders; h != nil; h = h.next {
-			if h.lease != nil && h.epoch != epoch && h.epoch != t.epoch {
-				h = t.letGoLocked(h)
+		for l := t.entries[i].young; l != nil; {
+			next := l.next
+			if l.epoch != epoch && l.epoch != t.epoch {
+				t.letGoLocked(l)
 			}
+			l = next
 		}
 		if i%stride == stride-1 {
 			t.mu.Unlock()
@@ -45,41 +47,29 @@ func (t *Table) age() {
 	}
 }
 
-// letGoLocked moves h out of its lease into memory of its own and returns it there.
-func (t *Table) letGoLocked(h *holder) *holder {
-	l := h.lease
-	own := new(holder)
-	*own = *h
-	own.lease = nil
-	if own.prev != nil {
-		own.prev.next = own
-	} else {
-		own.entry.holders = own
+// letGoLocked replaces l in its entry by a record, and has the collector tell when l is dropped.
+func (t *Table) letGoLocked(l *Lease) {
+	e := l.entry
+	t.unlinkLocked(l)
+	r := l.recordLocked()
+	r.aged = true
+	if r.next = e.aged; r.next != nil {
+		r.next.prev = r
 	}
-	if own.next != nil {
-		own.next.prev = own
-	}
-	*h = holder{}
-	l.h = own
-	own.needRare().leak = runtime.AddCleanup(l, t.reclaim, own)
-	t.young--
-	return own
+	e.aged = r
+	r.leak = runtime.AddCleanup(l, t.reclaim, r)
 }
 
 // reclaim takes back a lease that nobody can release any more.
-func (t *Table) reclaim(h *holder) {
+func (t *Table) reclaim(r *record) {
 	t.mu.Lock()
-	if h.over {
+	if r.over {
 		t.mu.Unlock()
 		return
 	}
 	t.stats.Leaked++
-	t.releaseLocked(h, nil)
-	leak := Leak{Member: h.entry.member, PC: h.pc}
-	if h.rare != nil {
-		leak.Stack = h.rare.stack
-	}
-	end := endOf(h)
+	end := t.endRecordLocked(r, nil)
+	leak := Leak{Member: r.entry.member, PC: r.pc, Stack: r.stack}
 	t.mu.Unlock()
 	ended{end}.finish(ErrReleased)
 	if t.hooks.Leaked != nil {

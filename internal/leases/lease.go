@@ -9,42 +9,51 @@ import (
 // Lease is the right to use one entry. Its zero value is made by the caller and granted by Acquire, so that one
 // allocation serves for the lease and whatever the caller puts around it. It must not be copied, and must be the
 // first field of what it is embedded in.
+//
+// A young lease is in its entry's list itself, which keeps it alive. One that is held for longer is there as a record
+// instead, so that the collector can tell when its owner drops it.
 type Lease struct {
-	entry  *Entry
-	h      *holder
-	own    holder
-	target string
-	moved  bool
-}
+	entry *Entry
 
-// holder is a lease as its entry knows it. At first it is part of the Lease, which the table thereby keeps alive;
-// a lease that is held for longer gets one of its own, so that the collector can tell when its owner drops it.
-// Guarded by Table.mu.
-type holder struct {
-	entry      *Entry
-	prev, next *holder
-	lease      *Lease // nil once aged
+	// The fields below are guarded by Table.mu, but for target and moved, which never change.
+	prev, next *Lease // in Entry.young
+	record     *record
 	pc         uintptr
-	rare       *rare
+	target     string
 	epoch      uint32
-	over       bool // released or revoked
+	over       bool // released or revoked; an aged lease's record has its own
+	moved      bool
 }
 
-// rare is what few leases have, kept apart so that a lease stays small.
-type rare struct {
-	ctx    context.Context // set with cancel, and never changed after
-	cancel context.CancelCauseFunc
-	cause  error // of a revoked lease
-	ttl    *time.Timer
-	leak   runtime.Cleanup // of an aged lease
-	stack  []uintptr       // see Trace
+// record is what few leases have, kept apart so that a lease stays small. All of it is guarded by Table.mu.
+type record struct {
+	entry      *Entry
+	prev, next *record // in Entry.aged, when aged
+	aged       bool
+	over       bool
+	pc         uintptr
+	ctx        context.Context // set with cancel, and never changed after
+	cancel     context.CancelCauseFunc
+	cause      error // of a revoked lease
+	ttl        *time.Timer
+	leak       runtime.Cleanup // of an aged lease
+	stack      []uintptr       // see Trace
 }
 
-func (h *holder) needRare() *rare {
-	if h.rare == nil {
-		h.rare = new(rare)
+// recordLocked returns l's record and makes one when there is none.
+func (l *Lease) recordLocked() *record {
+	if l.record == nil {
+		l.record = &record{entry: l.entry, pc: l.pc, over: l.over}
 	}
-	return h.rare
+	return l.record
+}
+
+// endedLocked reports whether l is over.
+func (l *Lease) endedLocked() bool {
+	if l.record != nil && l.record.aged {
+		return l.record.over
+	}
+	return l.over
 }
 
 // grantLocked gives l a place on e, which must have room.
@@ -53,32 +62,30 @@ func (t *Table) grantLocked(e *Entry, req *Request, l *Lease, pc uintptr) {
 		panic("egress: bug: lease granted on an entry without room")
 	}
 	l.entry = e
-	h := &l.own
-	l.h = h
-	h.entry = e
-	h.lease = l
-	h.pc = pc
-	h.epoch = t.epoch
-	h.prev = nil
-	h.next = e.holders
-	if h.next != nil {
-		h.next.prev = h
+	l.pc = pc
+	l.epoch = t.epoch
+	if e.young != nil {
+		l.next = e.young
+		e.young.prev = l
 	}
-	e.holders = h
+	e.young = l
+	t.young++
 	e.load++
 	e.granted++
 	t.stats.Granted++
 	t.stats.Held++
-	t.young++
 	t.placeLocked(e)
-	l.target = req.Target
+	if req.Target != "" {
+		l.target = req.Target
+	}
 	if req.Key != "" {
 		l.moved = t.keys.bind(req.Key, e)
 	}
 	if req.TTL > 0 {
 		// The timer must not keep the lease alive, so that it is watched from the start.
-		h = t.letGoLocked(h)
-		h.needRare().ttl = time.AfterFunc(req.TTL, func() { t.expire(h) })
+		t.letGoLocked(l)
+		r := l.record
+		r.ttl = time.AfterFunc(req.TTL, func() { t.expire(r) })
 	}
 	if !t.armed && t.young > 0 {
 		t.armLocked()
@@ -94,48 +101,82 @@ func (l *Lease) Release() {
 	}
 	t := e.table
 	t.mu.Lock()
-	h := l.h
-	if h.over {
+	if l.endedLocked() {
 		t.mu.Unlock()
 		return
 	}
-	if h.rare != nil && h.lease == nil {
-		h.rare.leak.Stop()
-	}
-	t.releaseLocked(h, nil)
-	if h.rare == nil && !e.draining {
-		t.mu.Unlock()
-		return
-	}
-	end := endOf(h)
+	end := t.endLocked(l, nil)
+	idle := e.draining && e.load == 0
 	t.mu.Unlock()
-	ended{end}.finish(ErrReleased)
+	if end.cancel != nil {
+		end.cancel(ErrReleased)
+	}
+	if idle {
+		t.idle(e)
+	}
 }
 
-// releaseLocked ends h and hands its place on. The cause is nil for a lease that is given back. The caller cancels
-// its context after unlocking.
-func (t *Table) releaseLocked(h *holder, cause error) {
-	e := h.entry
-	h.over = true
+// endLocked ends l, which must not be over, and hands its place on. The cause is nil for a lease that is given back.
+func (t *Table) endLocked(l *Lease, cause error) end {
+	if r := l.record; r != nil && r.aged {
+		r.leak.Stop()
+		return t.endRecordLocked(r, cause)
+	}
+	e := l.entry
+	l.over = true
+	t.unlinkLocked(l)
+	end := end{entry: e}
 	if cause != nil {
-		h.needRare().cause = cause
+		l.recordLocked().cause = cause
 	}
-	if h.prev != nil {
-		h.prev.next = h.next
+	if r := l.record; r != nil {
+		r.over = true
+		end.cancel = r.cancel
+	}
+	t.freeLocked(e)
+	return end
+}
+
+// unlinkLocked takes l out of its entry's young leases. A pointer that is nil already is not written again, which
+// would cost a write barrier.
+func (t *Table) unlinkLocked(l *Lease) {
+	t.young--
+	prev, next := l.prev, l.next
+	if prev != nil {
+		prev.next = next
+		l.prev = nil
 	} else {
-		e.holders = h.next
+		l.entry.young = next
 	}
-	if h.next != nil {
-		h.next.prev = h.prev
+	if next != nil {
+		next.prev = prev
+		l.next = nil
 	}
-	h.prev, h.next = nil, nil
-	if h.lease != nil {
-		h.lease = nil
-		t.young--
+}
+
+// endRecordLocked ends an aged lease.
+func (t *Table) endRecordLocked(r *record, cause error) end {
+	e := r.entry
+	r.over = true
+	r.cause = cause
+	if r.prev != nil {
+		r.prev.next = r.next
+	} else {
+		e.aged = r.next
 	}
-	if h.rare != nil && h.rare.ttl != nil {
-		h.rare.ttl.Stop()
+	if r.next != nil {
+		r.next.prev = r.prev
 	}
+	r.prev, r.next = nil, nil
+	if r.ttl != nil {
+		r.ttl.Stop()
+	}
+	t.freeLocked(e)
+	return end{e, r.cancel}
+}
+
+// freeLocked takes one lease off e's load and hands the place on.
+func (t *Table) freeLocked(e *Entry) {
 	e.load--
 	t.stats.Held--
 	t.placeLocked(e)
@@ -160,14 +201,14 @@ func (l *Lease) Moved() bool { return l.moved }
 func (l *Lease) Trace(stack []uintptr) {
 	l.entry.table.mu.Lock()
 	defer l.entry.table.mu.Unlock()
-	l.h.needRare().stack = stack
+	l.recordLocked().stack = stack
 }
 
 // Held reports whether the lease is neither released nor revoked.
 func (l *Lease) Held() bool {
 	l.entry.table.mu.Lock()
 	defer l.entry.table.mu.Unlock()
-	return !l.h.over
+	return !l.endedLocked()
 }
 
 // Context returns a context that ends with the lease: with ErrReleased, or with the cause it was revoked for.
@@ -177,11 +218,11 @@ func (l *Lease) Context() context.Context { return l.ContextFrom(context.Backgro
 func (l *Lease) ContextFrom(parent context.Context) context.Context {
 	t := l.entry.table
 	t.mu.Lock()
-	r := l.h.needRare()
+	r := l.recordLocked()
 	if r.ctx == nil {
 		r.ctx, r.cancel = context.WithCancelCause(parent)
 	}
-	ctx, cancel, over, cause := r.ctx, r.cancel, l.h.over, r.cause
+	ctx, cancel, over, cause := r.ctx, r.cancel, l.endedLocked(), r.cause
 	t.mu.Unlock()
 	if over {
 		if cause == nil {
@@ -192,22 +233,13 @@ func (l *Lease) ContextFrom(parent context.Context) context.Context {
 	return ctx
 }
 
-// ended are leases that are over, for what has to be done about them without the lock.
-type ended []end
-
+// end is a lease that is over, for what has to be done about it without the lock.
 type end struct {
 	entry  *Entry
 	cancel context.CancelCauseFunc // nil when nobody asked for the context
 }
 
-// endOf must be called with Table.mu held.
-func endOf(h *holder) end {
-	e := end{entry: h.entry}
-	if h.rare != nil {
-		e.cancel = h.rare.cancel
-	}
-	return e
-}
+type ended []end
 
 // finish cancels their contexts and reports the entries that are idle now.
 func (list ended) finish(cause error) {
@@ -234,33 +266,34 @@ func (list ended) finish(cause error) {
 
 // revokeAllLocked ends all leases on e and appends them to list.
 func (t *Table) revokeAllLocked(e *Entry, cause error, list ended) ended {
-	for e.holders != nil {
-		h := e.holders
+	for e.young != nil {
 		t.stats.Revoked++
-		t.releaseLocked(h, cause)
-		list = append(list, endOf(h))
+		list = append(list, t.endLocked(e.young, cause))
+	}
+	for e.aged != nil {
+		t.stats.Revoked++
+		list = append(list, t.endRecordLocked(e.aged, cause))
 	}
 	return list
 }
 
 // expire revokes a lease whose TTL is over.
-func (t *Table) expire(h *holder) {
+func (t *Table) expire(r *record) {
 	t.mu.Lock()
-	if h.over {
-		t.mu.Unlock()
+	m := r.entry.member
+	over := r.over
+	t.mu.Unlock()
+	if over {
 		return
 	}
-	m := h.entry.member
-	t.mu.Unlock()
 	cause := t.hooks.Expired(m)
 	t.mu.Lock()
-	if h.over {
+	if r.over {
 		t.mu.Unlock()
 		return
 	}
 	t.stats.Revoked++
-	t.releaseLocked(h, cause)
-	end := endOf(h)
+	end := t.endRecordLocked(r, cause)
 	t.mu.Unlock()
 	ended{end}.finish(cause)
 }

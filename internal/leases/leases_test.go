@@ -438,7 +438,7 @@ func TestARequestThatCanNeverMatchFailsAtOnce(t *testing.T) {
 		if _, err := try(table, none); !isNoMatch(err) {
 			t.Fatalf("got %v", err)
 		}
-		table.SetWanted([]leases.Member{
+		table.SetWanted([]leases.Wanted{
 			{Proxy: "p", MaxLeases: 1, Labels: map[string]string{"country": "xx"}}, {Proxy: "zero", Labels: map[string]string{"country": "yy"}},
 		})
 		waiting := await(t.Context(), table, none)
@@ -522,7 +522,7 @@ func TestChangedLabelsCountAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		table := newTable(t, leases.Hooks{})
 		e := add(table, "a", 1, "country=cz")
-		table.SetWanted([]leases.Member{{Proxy: "a", MaxLeases: 1, Labels: map[string]string{"country": "de", "x": "y"}}})
+		table.SetWanted([]leases.Wanted{{Proxy: "a", MaxLeases: 1, Labels: map[string]string{"country": "de", "x": "y"}}})
 		waiting := await(t.Context(), table, leases.Request{Labels: map[string]string{"country": "de", "x": "y"}})
 		pending(t, waiting)
 		e.Update(map[string]string{"country": "de", "x": "y"}, 1)

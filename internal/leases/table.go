@@ -57,7 +57,7 @@ type Table struct {
 	all     *shape   // the shape without labels
 	single  map[label]*shape
 	multi   map[string]*shape
-	wanted  []Member
+	wanted  []Wanted
 	keys    bindings
 	cooling coolings
 	refused error
@@ -95,30 +95,27 @@ func NewTable(hooks Hooks) *Table {
 	return t
 }
 
-// Entry is one proxy instance in the table.
+// Entry is one proxy instance in the table. What every lease touches comes first, so that it shares few cache lines.
 type Entry struct {
-	table  *Table
-	member Member // Labels and MaxLeases may change
-	index  int    // in table.entries; -1 when removed
-
+	table    *Table
 	load     int // leases held
 	max      int
+	young    *Lease  // the leases on it, the newest first
+	aged     *record // those held for longer, in no order
+	granted  uint64
+	slots    []*slot // one for each shape it matches; the first is table.all's
+	first    slot    // storage of slots[0]
 	fit      bool
 	draining bool
 	roomy    bool // in the buckets of its shapes
-
-	slots   []*slot // one for each shape it matches; the first is table.all's
-	first   slot    // storage of slots[0]
-	holders *holder // the leases on it, in no order
-	cool    map[string]time.Time
-
-	granted  uint64
+	index    int  // in table.entries; -1 when removed
 	failures uint64
+	cool     map[string]time.Time
+	member   Member // Labels and MaxLeases may change
 }
 
-// Add puts a member into the table. It gets no leases until SetFit.
+// Add puts a member into the table. It gets no leases until SetFit. Its labels must not be changed any more.
 func (t *Table) Add(m Member) *Entry {
-	m.Labels = maps.Clone(m.Labels)
 	e := &Entry{table: t, member: m, max: m.MaxLeases}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -186,7 +183,7 @@ func (e *Entry) SetFit(fit bool) {
 	}
 }
 
-// Update changes the labels and the limit. Leases above a lowered limit stay; none is granted until the number
+// Update changes the labels, which must not be changed any more, and the limit. Leases above a lowered limit stay; none is granted until the number
 // is below it.
 func (e *Entry) Update(labels map[string]string, maxLeases int) {
 	t := e.table
@@ -198,7 +195,7 @@ func (e *Entry) Update(labels map[string]string, maxLeases int) {
 	e.max = maxLeases
 	e.member.MaxLeases = maxLeases
 	if !maps.Equal(labels, e.member.Labels) {
-		e.member.Labels = maps.Clone(labels)
+		e.member.Labels = labels
 		t.leaveShapesLocked(e)
 		t.joinShapesLocked(e)
 	}
@@ -256,15 +253,22 @@ func (e *Entry) Remove(cause error) {
 	revoked.finish(cause)
 }
 
+// Wanted is a declared proxy.
+type Wanted struct {
+	Proxy     string
+	Labels    map[string]string
+	MaxLeases int
+}
+
 // SetWanted tells the table which proxies are declared, whether they have an entry yet or not. A request that
 // none of them can ever satisfy fails with ErrNoMatch instead of waiting; so do those that wait already.
-func (t *Table) SetWanted(members []Member) {
+func (t *Table) SetWanted(wanted []Wanted) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.wanted = members
+	t.wanted = wanted
 	var hopeless []*waiter
 	t.eachWaiterLocked(func(w *waiter) {
-		if !t.possibleLocked(w.req, w.shape) {
+		if !t.possibleLocked(&w.req, w.shape) {
 			hopeless = append(hopeless, w)
 		}
 	})
