@@ -2,7 +2,9 @@ package gcp_test
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
+	"crypto/rand"
 	"encoding/base64"
 	"errors"
 	"fmt"
@@ -333,7 +335,7 @@ func TestAnInstanceThatWasDeletedMeanwhileIsMadeAnew(t *testing.T) {
 }
 
 func TestWhatIsSent(t *testing.T) {
-	binary := append([]byte("\x1f\x8b"), 0xff, 0xfe, 0)
+	binary := compressed([]byte("#cloud-config\n"))
 	for name, test := range map[string]struct {
 		config gcp.Config
 		change func(*provider.Spec)
@@ -707,13 +709,15 @@ func TestValidateNamesEveryFault(t *testing.T) {
 		"spot":            {func(s *provider.Spec) { s.Options = map[string]string{"spot": "yes"} }, "yes"},
 		"static address":  {func(s *provider.Spec) { s.CloudInit.Network = &provider.Network{} }, "Network"},
 		"vendor config":   {func(s *provider.Spec) { s.CloudInit.VendorData = []byte("#cloud-config\n") }, "VendorData"},
-		"byte order mark": {func(s *provider.Spec) { s.CloudInit.UserData = []byte("\xef\xbb\xbf#cloud-config\n") }, "byte order mark"},
+		"byte order mark": {func(s *provider.Spec) { s.CloudInit.UserData = []byte("\xef\xbb\xbf#cloud-config\n") }, "UTF-8 without one"},
 		"no header":       {func(s *provider.Spec) { s.CloudInit.UserData = []byte("password: " + planted) }, "UserData"},
 		"MIME, not ASCII": {func(s *provider.Spec) { s.CloudInit.UserData = []byte("#cloud-config\n# MIME-Version: é\n") }, "MIME-Version"},
 		"too large": {func(s *provider.Spec) {
 			s.CloudInit.UserData = append([]byte("#!/bin/sh\n#"), bytes.Repeat([]byte("a"), 262144)...)
 		}, "262144"},
-		"binary too large": {func(s *provider.Spec) { s.CloudInit.UserData = append([]byte("\x1f\x8b\xff"), make([]byte, 200000)...) }, "262144"},
+		"binary too large": {func(s *provider.Spec) {
+			s.CloudInit.UserData = compressed(append([]byte("#!/bin/sh\n# "), noise(200000)...))
+		}, "262144"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := spec()
@@ -724,6 +728,21 @@ func TestValidateNamesEveryFault(t *testing.T) {
 			}
 		})
 	}
+}
+
+func compressed(plain []byte) []byte {
+	var b bytes.Buffer
+	w := gzip.NewWriter(&b)
+	w.Write(plain)
+	w.Close()
+	return b.Bytes()
+}
+
+// noise returns n bytes that gzip can't make smaller.
+func noise(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
 }
 
 func TestNewNamesEveryFault(t *testing.T) {

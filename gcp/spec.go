@@ -14,6 +14,7 @@ import (
 	"cloud.google.com/go/compute/apiv1/computepb"
 	"google.golang.org/protobuf/proto"
 
+	"crawl.example.com/egress/cloudinit"
 	"crawl.example.com/egress/provider"
 )
 
@@ -122,8 +123,11 @@ func (p *Provider) plan(spec provider.Spec) (*plan, error) {
 	if spec.CloudInit.Network != nil {
 		fault("CloudInit.Network: Google assigns addresses itself; use Config.StaticAddresses for fixed external ones")
 	}
-	if err := checkUserData(spec.CloudInit.UserData); err != nil {
-		fault("CloudInit.UserData %w", err)
+	if len(spec.CloudInit.UserData) > 0 {
+		// Its size is checked below, as it is sent.
+		if err := cloudinit.CheckUserData(spec.CloudInit.UserData, 0); err != nil {
+			fault("CloudInit.UserData: %w", err)
+		}
 	}
 	if v := spec.CloudInit.VendorData; len(v) > 0 && !isScript(v) {
 		fault("CloudInit.VendorData is no script: Google has no vendor data, and only a script that starts with #! can go into startup-script")
@@ -168,31 +172,6 @@ func (p *Provider) planZones(s *plan, where provider.Placement, fault func(strin
 		fault("Placement fits none of the zones %s", strings.Join(p.config.Zones, ", "))
 	}
 	s.zones = fit
-}
-
-// checkUserData refuses what cloud-init would leave alone with no more than a warning in the guest's log.
-func checkUserData(data []byte) error {
-	head := data[:min(len(data), 4096)]
-	switch {
-	case len(data) == 0:
-		return nil
-	case bytes.HasPrefix(data, []byte("\xef\xbb\xbf")):
-		return errors.New("starts with a byte order mark, which cloud-init does not read past: save it without")
-	case bytes.HasPrefix(data, []byte("\x1f\x8b")): // gzip
-		return nil
-	case bytes.Contains(bytes.ToLower(head), []byte("mime-version:")):
-		if bytes.ContainsFunc(data, func(r rune) bool { return r >= utf8.RuneSelf }) {
-			return errors.New("has MIME-Version: near its start and characters beyond ASCII, which cloud-init mixes up: encode those parts in base64")
-		}
-		return nil
-	}
-	first, _, _ := bytes.Cut(bytes.TrimLeft(data, "\r\n\t "), []byte("\n"))
-	for _, start := range []string{"#!", "#cloud-config", "#cloud-boothook", "#include", "#part-handler", "#cloud-config-archive", "## template: jinja", "Content-Type:"} {
-		if bytes.HasPrefix(bytes.ToLower(first), []byte(strings.ToLower(start))) {
-			return nil
-		}
-	}
-	return errors.New("does not start as cloud-init wants it, for example with #cloud-config or #!/bin/sh")
 }
 
 func isScript(b []byte) bool { return bytes.HasPrefix(b, []byte("#!")) }
