@@ -209,3 +209,21 @@ func TestSwitchedOffVendorDataReallyDropsOurScript(t *testing.T) {
 		}
 	}
 }
+
+func TestASeedIsBuiltWithAReadOnlyRoot(t *testing.T) {
+	tool(t, "unshare")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Every file system that this process sees is remounted read-only, in a namespace of its own.
+	script := `for m in $(awk '{print $2}' /proc/self/mounts | sort -r); do mount -o remount,bind,ro "$m" 2>/dev/null || true; done
+if touch /tmp/egress-probe 2>/dev/null; then echo "still writable"; exit 1; fi
+exec "$0" -test.run '^TestASeedNeedsNoDisk$'`
+	cmd := exec.Command("unshare", "--mount", "--propagation", "private", "sh", "-c", script, self)
+	cmd.Env = append(os.Environ(), "EGRESS_NO_DISK=1")
+	cmd.Dir = "/"
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
