@@ -195,25 +195,31 @@ func addressTaken(f *fault) bool {
 	return f.word == "RESOURCE_IN_USE_BY_ANOTHER_RESOURCE" || f.word == "IP_IN_USE_BY_ANOTHER_RESOURCE" || f.word == "EXTERNAL_IP_IN_USE"
 }
 
-// resourceNames are the quotations in messages that help and hold no secret.
-var resourceName = regexp.MustCompile(`^[-a-zA-Z0-9_./:]{1,200}$`)
-var quotation = regexp.MustCompile(`(?s)'(.*?)'`)
+// maxMessage keeps a line of the log readable.
+const maxMessage = 500
+
+var (
+	// resourceName matches what helps in a message: names and paths.
+	resourceName = regexp.MustCompile(`^[][a-zA-Z0-9_./:-]{1,200}$`)
+	// metadataValue matches from a mention of metadata to the end.
+	metadataValue = regexp.MustCompile(`(?is)(metadata[^:]*):.*`)
+	quotation     = regexp.MustCompile(`(?s)'(.*?)'`)
+)
 
 // scrub takes out of a message what may be metadata: Google quotes the values that it does not like.
 func scrub(message string) string {
-	if field := strings.Index(message, "metadata"); field >= 0 {
-		if quote := strings.Index(message[field:], ": '"); quote >= 0 {
-			return message[:field+quote] + ": [redacted]"
-		}
-	}
+	message = metadataValue.ReplaceAllString(message, "$1: [redacted]")
 	message = quotation.ReplaceAllStringFunc(message, func(q string) string {
 		if resourceName.MatchString(q[1 : len(q)-1]) {
 			return q
 		}
 		return "[redacted]"
 	})
-	if len(message) > 500 {
-		message = message[:500] + "…"
+	if first, _, more := strings.Cut(message, "\n"); more {
+		message = first + " [redacted]"
+	}
+	if len(message) > maxMessage {
+		message = strings.ToValidUTF8(message[:maxMessage], "") + "…"
 	}
 	return message
 }
