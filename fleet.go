@@ -275,20 +275,20 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 	m.lastErr = err
 	m.failures++
 	wait := max(p.backoff(m.failures), retryAfter(err))
-	switch kindOf(err) {
-	case provider.ErrPermanent:
+	switch kind := kindOf(err); {
+	case errors.Is(kind, provider.ErrPermanent):
 		m.permanent = err
-	case provider.ErrAlreadyExists, provider.ErrOutcomeUnknown:
+	case errors.Is(kind, provider.ErrAlreadyExists), errors.Is(kind, provider.ErrOutcomeUnknown):
 		m.relistAfter = now
 		s.relistNow()
-	case provider.ErrNoCapacity:
+	case errors.Is(kind, provider.ErrNoCapacity):
 		// The provider waits, not the proxy: who gets the next free place is the planner's choice.
 		m.failures--
 		wait = 0
 		s.createFailures++
 		s.full = true
 		s.notBefore = now.Add(max(p.backoff(s.createFailures), retryAfter(err)))
-	case provider.ErrDenied:
+	case errors.Is(kind, provider.ErrDenied):
 		s.createFailures++
 		s.denied = true
 		s.notBefore = now.Add(max(p.backoff(s.createFailures), p.config.ListInterval, retryAfter(err)))
@@ -357,6 +357,16 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 	s, id := x.source, x.key.id
 	p.spawn(func() {
 		err := p.call(s, "delete", p.config.CreateTimeout, func(ctx context.Context) error { return s.provider.Delete(ctx, id) })
+		if err == nil {
+			// Accepted is not gone, but a quick backend may be done already.
+			err = p.call(s, "get", p.config.CallTimeout, func(ctx context.Context) error {
+				_, err := s.provider.Get(ctx, id)
+				if errors.Is(err, provider.ErrNotFound) {
+					return err
+				}
+				return nil
+			})
+		}
 		p.mu.Lock()
 		defer p.unlock()
 		defer p.wake()

@@ -716,7 +716,7 @@ func TestALeakedLeaseIsLoggedWithTheLineThatAcquiredIt(t *testing.T) {
 
 //go:noinline
 func dropBody(t *testing.T, p *Pool, url string) {
-	if _, err := p.Client(Request{}).Get(url); err != nil { //nolint:bodyclose // that is the point
+	if _, err := p.Client(Request{}).Get(url); err != nil {
 		t.Fatal(err)
 	}
 }

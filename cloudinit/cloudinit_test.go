@@ -165,7 +165,7 @@ func parts(t *testing.T, doc []byte) map[string]string {
 		mr := multipart.NewReader(r, params["boundary"])
 		for {
 			p, err := mr.NextRawPart()
-			if err == io.EOF {
+			if errors.Is(err, io.EOF) {
 				return
 			}
 			if err != nil {

@@ -109,7 +109,7 @@ func FuzzTheHashTellsFieldsApart(f *testing.F) {
 	f.Fuzz(func(t *testing.T, a, b, c, d string) {
 		x := provider.Spec{Image: a, Options: map[string]string{b: c}, CloudInit: provider.CloudInit{UserData: []byte(d)}}
 		y := provider.Spec{Image: a + b, Options: map[string]string{c: d}}
-		if x.Hash(nil) != x.Hash(nil) {
+		if first, again := x.Hash(nil), x.Hash(nil); first != again {
 			t.Error("not the same twice")
 		}
 		if x.Hash(nil) == y.Hash(nil) && !reflect.DeepEqual(x, y) && (b != "" || d != "" || len(x.Options) != len(y.Options)) {
@@ -199,7 +199,7 @@ func TestErrorsMatchTheirKindAndTheirCause(t *testing.T) {
 	if got := err.Error(); got != "wrapped: provider home: create i on h: no capacity: disk is full" {
 		t.Errorf("got %q", got)
 	}
-	if provider.Kind(err) != provider.ErrNoCapacity || provider.ReasonOf(err) != provider.ReasonInsufficientCapacity {
+	if !errors.Is(provider.Kind(err), provider.ErrNoCapacity) || provider.ReasonOf(err) != provider.ReasonInsufficientCapacity {
 		t.Errorf("kind %v, reason %v", provider.Kind(err), provider.ReasonOf(err))
 	}
 	if provider.Kind(cause) != nil || provider.Kind(nil) != nil || provider.ReasonOf(cause) != provider.ReasonUnknown {

@@ -35,6 +35,11 @@ func main() {
 		fmt.Fprintln(os.Stderr, "crawler: want -n and -workers above 0, -proxies of at least 3, and no other arguments")
 		os.Exit(2)
 	}
+	os.Exit(crawlAndReport(o))
+}
+
+// crawlAndReport returns the exit status.
+func crawlAndReport(o options) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
 	result, err := run(ctx, o)
@@ -44,11 +49,12 @@ func main() {
 	switch {
 	case ctx.Err() != nil:
 		fmt.Fprintln(os.Stderr, "crawler: interrupted, closed cleanly")
-		os.Exit(130)
+		return 130
 	case err != nil:
 		fmt.Fprintln(os.Stderr, "crawler:", err)
-		os.Exit(1)
+		return 1
 	}
+	return 0
 }
 
 type options struct {

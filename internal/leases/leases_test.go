@@ -155,10 +155,10 @@ func TestAWaiterThatASlotDoesNotSuitIsPassedOver(t *testing.T) {
 		a, b := mustTry(t, table, leases.Request{Exclude: []string{"b"}}), mustTry(t, table, leases.Request{})
 		german := await(t.Context(), table, leases.Request{Labels: map[string]string{"country": "de"}})
 		pending(t, german)
-		any := await(t.Context(), table, leases.Request{})
-		pending(t, any)
+		anyone := await(t.Context(), table, leases.Request{})
+		pending(t, anyone)
 		a.Release()
-		granted(t, any)
+		granted(t, anyone)
 		pending(t, german)
 		b.Release()
 		if got := granted(t, german).Entry().Proxy(); got != "b" {

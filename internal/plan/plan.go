@@ -567,7 +567,7 @@ func (p *planner) create() {
 	if p.suspected() && !p.after(p.out.SuspectSince.Add(p.Limits.SuspectDelay)) {
 		p.canary = true // as if the one place were taken
 	}
-	for priority := 0; priority <= 2; priority++ {
+	for priority := range 3 {
 		for _, r := range p.requests {
 			if r.priority == priority {
 				p.serveRequest(r)
