@@ -105,7 +105,7 @@ func (p *Provider) checkImage(ctx context.Context, _ string) error {
 	if err == nil {
 		return nil
 	}
-	if f := classify(err); f.kind == provider.ErrNotFound {
+	if f := classify(err); errors.Is(f.kind, provider.ErrNotFound) {
 		f.reason, f.message = provider.ReasonImageNotFound, "no image "+image
 		return f
 	}

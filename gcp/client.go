@@ -84,6 +84,7 @@ func (p *Provider) connect(ctx context.Context) (*clients, error) {
 			return nil, err
 		}
 		found, err := credentials.DetectDefault(&credentials.DetectOptions{
+			//nolint:staticcheck // deprecated for documents from strangers; this one is the operator's own
 			Scopes: compute.DefaultAuthScopes(), CredentialsJSON: content, Logger: silent,
 		})
 		if err != nil {

@@ -58,7 +58,7 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest) (stri
 	}
 	if err != nil {
 		f := &fault{kind: provider.ErrUnavailable, reason: provider.ReasonOf(err), message: "whether the instance exists is not known", cause: err}
-		if kind := provider.Kind(err); kind == provider.ErrDenied || kind == provider.ErrNoCapacity {
+		if kind := provider.Kind(err); errors.Is(kind, provider.ErrDenied) || errors.Is(kind, provider.ErrNoCapacity) {
 			f.kind = kind
 		}
 		if e, ok := errors.AsType[*provider.Error](err); ok {
@@ -76,7 +76,7 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest) (stri
 			return zone, made, nil
 		}
 		f := classify(err)
-		if f.kind != provider.ErrNoCapacity {
+		if !errors.Is(f.kind, provider.ErrNoCapacity) {
 			return zone, none, f
 		}
 		full = append(full, zone+": "+f.Error())
@@ -127,7 +127,7 @@ func (p *Provider) createIn(ctx context.Context, zone string, req provider.Creat
 		op, err := p.insert(ctx, zone, req, body, static, p.salt(key))
 		if err != nil {
 			f := classify(err)
-			if f.kind == provider.ErrAlreadyExists {
+			if errors.Is(f.kind, provider.ErrAlreadyExists) {
 				return provider.Instance{}, p.judgeTaken(ctx, zone, req, f)
 			}
 			return provider.Instance{}, f
@@ -139,7 +139,7 @@ func (p *Provider) createIn(ctx context.Context, zone string, req provider.Creat
 		if f := operationFault(op); f != nil {
 			// The same request id would get the same failure again for as long as the server remembers it.
 			p.setSalt(key, op.GetName())
-			if f.kind == provider.ErrAlreadyExists {
+			if errors.Is(f.kind, provider.ErrAlreadyExists) {
 				return provider.Instance{}, p.judgeTaken(ctx, zone, req, f)
 			}
 			return provider.Instance{}, f
@@ -154,7 +154,7 @@ func (p *Provider) createIn(ctx context.Context, zone string, req provider.Creat
 			p.setSalt(key, op.GetName())
 			continue
 		}
-		if f := judge(zone, x, req.Mark); f.kind != provider.ErrAlreadyExists {
+		if f := judge(zone, x, req.Mark); !errors.Is(f.kind, provider.ErrAlreadyExists) {
 			return provider.Instance{}, f
 		}
 		p.setSalt(key, "")
@@ -207,10 +207,10 @@ func (p *Provider) insert(ctx context.Context, zone string, req provider.CreateR
 	}
 	f := classify(err)
 	switch {
-	case f.kind == provider.ErrAlreadyExists:
-	case f.ambiguous && f.kind != provider.ErrPermanent:
+	case errors.Is(f.kind, provider.ErrAlreadyExists):
+	case f.ambiguous && !errors.Is(f.kind, provider.ErrPermanent):
 		f.kind = provider.ErrOutcomeUnknown
-	case f.kind == provider.ErrNotFound:
+	case errors.Is(f.kind, provider.ErrNotFound):
 		f.kind = provider.ErrPermanent // the zone, the image, the network or the type
 	}
 	return nil, f
@@ -261,7 +261,7 @@ func (p *Provider) decided(ctx context.Context, zone string, op *computepb.Opera
 func requestID(project, zone string, req provider.CreateRequest, static netip.Addr, salt string) string {
 	h := sha256.New()
 	for _, part := range []string{"egress insert", project, zone, req.Name, req.Mark.String(), static.String(), salt} {
-		fmt.Fprintf(h, "%d:%s", len(part), part)
+		h.Write(fmt.Appendf(nil, "%d:%s", len(part), part))
 	}
 	return uuid([16]byte(h.Sum(nil)), 8)
 }
@@ -321,7 +321,7 @@ func (p *Provider) takeAddress(ctx context.Context, zone, name string) (netip.Ad
 	})
 	if err != nil {
 		f := classify(err)
-		if f.kind == provider.ErrNotFound {
+		if errors.Is(f.kind, provider.ErrNotFound) {
 			f.kind = provider.ErrPermanent
 		}
 		return netip.Addr{}, f

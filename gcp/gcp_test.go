@@ -219,11 +219,11 @@ func TestEachAnswerOfGoogleIsToldApart(t *testing.T) {
 			}
 			_, p := project(t, config, gcp.Config{})
 			_, err := p.Create(t.Context(), request("a", 1, spec()))
-			if provider.Kind(err) != test.kind || provider.ReasonOf(err) != test.reason {
+			if !errors.Is(provider.Kind(err), test.kind) || provider.ReasonOf(err) != test.reason {
 				t.Fatalf("got %v, %s: %v", provider.Kind(err), provider.ReasonOf(err), err)
 			}
 			for _, kind := range []error{provider.ErrPermanent, provider.ErrNotFound, provider.ErrAlreadyExists, provider.ErrNoCapacity, provider.ErrUnavailable, provider.ErrDenied, provider.ErrOutcomeUnknown} {
-				if kind != test.kind && errors.Is(err, kind) {
+				if !errors.Is(kind, test.kind) && errors.Is(err, kind) {
 					t.Errorf("%v is also %v", err, kind)
 				}
 			}

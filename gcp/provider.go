@@ -114,7 +114,7 @@ func (p *Provider) find(ctx context.Context, zone, name string) (*computepb.Inst
 		return found, nil
 	}
 	f := classify(err)
-	if f.kind == provider.ErrNotFound {
+	if errors.Is(f.kind, provider.ErrNotFound) {
 		// A project or zone that is not found says nothing about the instance.
 		if strings.Contains(f.message, "/instances/"+name) {
 			return nil, nil
@@ -188,10 +188,10 @@ func (p *Provider) remove(ctx context.Context, h handle, x *computepb.Instance) 
 		return nil
 	}
 	f := classify(err)
-	if f.kind == provider.ErrNotFound && !strings.Contains(f.message, "/instances/"+h.name) {
+	if errors.Is(f.kind, provider.ErrNotFound) && !strings.Contains(f.message, "/instances/"+h.name) {
 		f.kind = provider.ErrUnavailable
 	}
-	if f.ambiguous && f.kind == provider.ErrUnavailable {
+	if f.ambiguous && errors.Is(f.kind, provider.ErrUnavailable) {
 		f.kind = provider.ErrOutcomeUnknown
 	}
 	return f
@@ -249,7 +249,7 @@ func (p *Provider) listZone(ctx context.Context, zone, owner string) ([]provider
 		})
 		if err != nil {
 			f := classify(err)
-			if f.kind == provider.ErrNotFound || f.kind == provider.ErrPermanent {
+			if errors.Is(f.kind, provider.ErrNotFound) || errors.Is(f.kind, provider.ErrPermanent) {
 				f.kind = provider.ErrUnavailable // nothing is known about instances in there
 			}
 			return nil, f

@@ -187,21 +187,20 @@ func (s *Server) Vanish(zone, name string) {
 	delete(s.instances, zone+"/"+name)
 }
 
-// SetZone gives a zone a status such as "DOWN", SetQuota a quota its use and limit, SetMissing hides an image or a
-// network by its name, and SetPartial makes a zone's lists incomplete.
+// SetZone gives a zone a status such as "DOWN".
 func (s *Server) SetZone(zone, status string) { s.change(func() { s.zoneStatus[zone] = status }) }
 
-// SetQuota: see SetZone.
+// SetQuota gives a quota its use and its limit.
 func (s *Server) SetQuota(metric string, usage, limit float64) {
 	s.change(func() { s.quotas[metric] = [2]float64{usage, limit} })
 }
 
-// SetMissing: see SetZone.
+// SetMissing hides an image or a network by its name.
 func (s *Server) SetMissing(name string, missing bool) {
 	s.change(func() { s.missing[name] = missing })
 }
 
-// SetPartial: see SetZone.
+// SetPartial makes a zone's lists incomplete.
 func (s *Server) SetPartial(zone string, partial bool) {
 	s.change(func() { s.partial[zone] = partial })
 }
@@ -329,7 +328,7 @@ func (s *Server) refuse(w http.ResponseWriter, f *Failure) {
 
 func (s *Server) answer(r *http.Request, project, method, zone, name string, body []byte) reply {
 	if method == "compute.zoneOperations.wait" {
-		s.await(r, zone, name)
+		s.await(r, name)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -391,7 +390,7 @@ func (s *Server) answer(r *http.Request, project, method, zone, name string, bod
 }
 
 // await holds the request until the operation ends.
-func (s *Server) await(r *http.Request, zone, name string) {
+func (s *Server) await(r *http.Request, name string) {
 	s.mu.Lock()
 	op := s.operations[name]
 	s.mu.Unlock()

@@ -37,7 +37,7 @@ func TestTheSchemaCatchesWhatGoogleWouldRefuse(t *testing.T) {
 			t.Errorf("%s passes", target)
 		}
 	}
-	if got := schema.response(http.MethodGet, path+"/a", map[string]any{"nmae": "a"}); len(got) == 0 {
+	if got := schema.response(http.MethodGet, path+"/a", map[string]any{"no-such-property": "a"}); len(got) == 0 {
 		t.Error("an unknown field in an answer passes")
 	}
 }
