@@ -185,3 +185,24 @@ func ExampleReplicate() {
 	// proxy crawl-02 (managed, provider home, image debian-13)
 	// proxy crawl-03 (managed, provider home, image debian-13)
 }
+
+// A crawler's own test needs neither a network nor real time: with a fake in memory, hours pass in milliseconds.
+func Example_testing() {
+	// In a test, the body of synctest.Test(t, func(t *testing.T) { … }).
+	backend := fake.New(fake.Config{BootTime: 10 * time.Millisecond})
+	pool, err := egress.New(egress.Config{Name: "test", Providers: []provider.Provider{backend}, DestroyOnClose: true})
+	if err != nil {
+		panic(err)
+	}
+	ctx := context.Background()
+	err = errors.Join(
+		pool.Apply(ctx, egress.Proxy{Name: "a", Provider: "fake", CloudInit: egress.CloudInit{Inline: "#cloud-config\n"}}),
+		pool.Start(ctx),
+		pool.WaitReady(ctx, 1),
+	)
+	fmt.Println(err, pool.Stats().Ready, "of", pool.Stats().Proxies)
+	fmt.Println(pool.Close(ctx), len(backend.Instances()), "instances left")
+	// Output:
+	// <nil> 1 of 1
+	// <nil> 0 instances left
+}

@@ -37,6 +37,9 @@ func open(t *testing.T, f *fake.Provider, change func(*Config), proxies ...Proxy
 	}, proxies...)
 }
 
+// probedOverTheNetwork hides that a fake can tell whether its proxies work.
+type probedOverTheNetwork struct{ provider.Provider }
+
 func mustClose(t *testing.T, p *Pool) {
 	t.Helper()
 	if err := p.Close(context.Background()); err != nil {
@@ -170,7 +173,7 @@ func TestABadProbeSiteReplacesNothingAndTheFleetGoesOnServing(t *testing.T) {
 		f := fake.New(fake.Config{})
 		var down atomic.Bool
 		alive := aliveProber(f)
-		config := Config{Name: "test", Providers: []provider.Provider{f}}
+		config := Config{Name: "test", Providers: []provider.Provider{probedOverTheNetwork{f}}}
 		var suspects atomic.Int32
 		config.Observer = func(e Event) {
 			if e.Kind == EventSuspect {
@@ -935,7 +938,7 @@ func TestTwoProxiesWithOneEgressAddressAreToldOf(t *testing.T) {
 		f := fake.New(fake.Config{})
 		alive := aliveProber(f)
 		var events atomic.Int32
-		p, err := newPool(Config{Name: "test", Providers: []provider.Provider{f}, Observer: func(e Event) {
+		p, err := newPool(Config{Name: "test", Providers: []provider.Provider{probedOverTheNetwork{f}}, Observer: func(e Event) {
 			if e.Kind == EventSameEgress {
 				events.Add(1)
 			}

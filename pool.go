@@ -176,6 +176,7 @@ type source struct {
 	provider provider.Provider
 	name     string
 	warner   provider.Warner
+	prober   provider.Prober // nil: over the network
 	index    int
 
 	listedAt  time.Time // when the newest good list ended
@@ -217,6 +218,7 @@ func newPool(config Config, prober func(context.Context, upstream.Endpoint, prob
 			odd: map[string]bool{}, gone: map[string]time.Time{},
 		}
 		s.warner, _ = provider.As[provider.Warner](backend)
+		s.prober, _ = provider.As[provider.Prober](backend)
 		p.sources = append(p.sources, s)
 		if c := provider.Closer(backend); c != nil {
 			p.closers = append(p.closers, c)

@@ -2,6 +2,8 @@ package egress
 
 import (
 	"container/heap"
+	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -10,6 +12,8 @@ import (
 	"crawl.example.com/egress/internal/leases"
 	"crawl.example.com/egress/internal/plan"
 	"crawl.example.com/egress/internal/probe"
+	"crawl.example.com/egress/internal/upstream"
+	"crawl.example.com/egress/provider"
 )
 
 // probeForever starts probes when they are due, at most Config.ProbeParallel at once.
@@ -45,9 +49,41 @@ func (p *Pool) startProbes() time.Duration {
 		x.probing = true
 		endpoint := *x.endpoint
 		check := probeCheck(&x.member.decl.Probe)
-		p.spawn(func() { p.probed(x, endpoint.Addr(), p.probe(p.running, endpoint, check)) })
+		seen := provider.Instance{
+			ID: x.key.id, Name: x.name, State: x.state, Address: x.address, Port: x.port, Host: x.host, Created: x.created,
+			Mark: provider.Mark{Owner: p.config.Name, Proxy: x.proxy, Generation: x.generation, HashVersion: x.hashVersion, Hash: x.hash},
+		}
+		p.spawn(func() { p.probed(x, endpoint.Addr(), p.probeOnce(x.source, seen, endpoint, check)) })
 	}
 	return time.Hour // a full house or an empty queue: somebody will say when to look again
+}
+
+// probeOnce probes an instance: by its provider when that can, else over the network.
+func (p *Pool) probeOnce(s *source, x provider.Instance, endpoint upstream.Endpoint, check probe.Check) probe.Result {
+	if s == nil || s.prober == nil {
+		return p.probe(p.running, endpoint, check)
+	}
+	begin := time.Now()
+	ctx, cancel := context.WithTimeout(p.running, check.Timeout)
+	defer cancel()
+	err := func() (err error) {
+		defer p.recovered(s, "probe", &err)
+		return s.prober.Probe(ctx, x)
+	}()
+	r := probe.Result{Reason: probe.ReasonUnknown, Duration: time.Since(begin)}
+	switch {
+	case errors.Is(err, errors.ErrUnsupported):
+		return p.probe(p.running, endpoint, check)
+	case err == nil:
+		r.OK, r.Reason, r.Message = true, probe.ReasonOK, "the provider says that it works"
+	case p.running.Err() != nil:
+		r.Reason = probe.ReasonCanceled
+	case ctx.Err() != nil:
+		r.Reason, r.Message = probe.ReasonTimeout, "the provider did not answer in time"
+	default:
+		r.Message = err.Error()
+	}
+	return r
 }
 
 func probeCheck(c *Probe) probe.Check {

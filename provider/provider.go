@@ -64,6 +64,14 @@ type Warner interface {
 	Warnings(spec Spec) []string
 }
 
+// Prober is implemented by a Provider whose proxies can't be probed over a network, such as one in memory. Without it
+// the pool sends its probes through the proxies.
+type Prober interface {
+	// Probe returns nil when the proxy on x works, and why not otherwise. An error that matches
+	// errors.ErrUnsupported has the pool probe x over the network after all. It heeds ctx.
+	Probe(ctx context.Context, x Instance) error
+}
+
 // CreateRequest asks for one instance.
 type CreateRequest struct {
 	// Name is the instance's name: a DNS label, unique to owner, proxy and generation. See

@@ -1,7 +1,8 @@
 // Package fake is a backend in memory, for the tests of crawlers and of the pool itself.
 //
 // Its instances boot, die, hide from lists and fail to be made as told. Nothing runs in the background: an
-// instance's state is worked out from the time, so that a Provider works in a testing/synctest bubble. With
+// instance's state is worked out from the time, so that a Provider works in a testing/synctest bubble, where the pool
+// asks it instead of probing over a network. Leases are granted there as ever; requests need a network. With
 // Config.Serve every instance is a real forward proxy on a loopback port instead, for use outside of bubbles.
 package fake
 
@@ -90,6 +91,7 @@ type Provider struct {
 var (
 	_ provider.Provider = (*Provider)(nil)
 	_ provider.Checker  = (*Provider)(nil)
+	_ provider.Prober   = (*Provider)(nil)
 )
 
 // Call is one call of a method.
@@ -446,8 +448,22 @@ func (p *Provider) hostDown(host string) bool {
 	return p.down[host]
 }
 
-// Alive reports whether a proxy answers at address (host, or host:port), for probes of tests that have no network: an
-// instance is there, running, and was not killed.
+// Probe implements provider.Prober: the proxy of an instance works when the instance runs and was not killed. A
+// provider that serves is probed over the network.
+func (p *Provider) Probe(ctx context.Context, x provider.Instance) error {
+	switch {
+	case p.serve:
+		return errors.ErrUnsupported
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	case !p.Alive(x.Address):
+		return errors.New("connection refused")
+	}
+	return nil
+}
+
+// Alive reports whether a proxy answers at address (host, or host:port): an instance is there, running, and was not
+// killed.
 func (p *Provider) Alive(address string) bool {
 	host := address
 	if h, _, err := net.SplitHostPort(address); err == nil {
