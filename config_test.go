@@ -483,7 +483,7 @@ func TestEndpointsAreRead(t *testing.T) {
 			t.Errorf("%s: %v", endpoint, err)
 			continue
 		}
-		e := endpointOf(&all[0], &instance{address: all[0].host})
+		e := endpointOf(&all[0], all[0].Auth, &instance{address: all[0].host})
 		if e.String() != want {
 			t.Errorf("%s gives %s, want %s", endpoint, e, want)
 		}

@@ -238,8 +238,7 @@ func (p *Pool) noteStatusLocked(m *member, s plan.Status, list []*instance, now 
 func (p *Pool) externalLocked(m *member, now time.Time) {
 	d := &m.decl
 	port := d.Port
-	probe := &instance{address: d.host, port: port}
-	endpoint := endpointOf(d, probe)
+	endpoint := endpointOf(d, m.auth, &instance{address: d.host, port: port})
 	for _, x := range p.instances {
 		if x.member != m || !x.drainingSince.IsZero() {
 			continue

@@ -899,6 +899,80 @@ func TestAChangedSecretRollsAndAMissingOneIsAReason(t *testing.T) {
 	})
 }
 
+func TestChangedCredentialsAreNoticedAndMissingOnesKeepTheLast(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		secrets := &secretMap{}
+		secrets.set("auth", "user:first\n")
+		var mu sync.Mutex
+		var password string
+		p, err := newPool(Config{Name: "test", Secrets: secrets}, func(_ context.Context, e upstream.Endpoint, _ probe.Check) probe.Result {
+			mu.Lock()
+			defer mu.Unlock()
+			password = e.Password
+			return probe.Result{OK: true, Reason: probe.ReasonOK}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer mustClose(t, p)
+		x := Proxy{Name: "a", Mode: External, Endpoint: "192.0.2.1", Auth: Credentials{Secret: "auth"}}
+		if err := p.Apply(t.Context(), x); err != nil {
+			t.Fatal(err)
+		}
+		p.Start(t.Context())
+		waitReady(t, p, 1)
+		check := func(want string) {
+			t.Helper()
+			l, err := p.TryAcquire(Request{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer l.Release()
+			mu.Lock()
+			defer mu.Unlock()
+			if password != want || !strings.Contains(l.ProxyURL(), want) {
+				t.Errorf("probed with %q, leased with %s, want %q", password, l.ProxyURL(), want)
+			}
+		}
+		check("first")
+		secrets.set("auth", "user:second")
+		time.Sleep(5 * time.Minute)
+		check("second")
+		secrets.mu.Lock()
+		secrets.values = nil
+		secrets.mu.Unlock()
+		time.Sleep(5 * time.Minute)
+		check("second")
+		x.Labels = map[string]string{"now": "labelled"}
+		if err := p.Apply(t.Context(), x); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Minute)
+		check("second")
+	})
+}
+
+func TestNamesThatAreLongGoneAreForgotten(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		f := fake.New(fake.Config{})
+		p := started(t, f, nil)
+		p.mu.Lock()
+		for i := range manyGenerations + 100 {
+			p.generations[fmt.Sprint(i)] = 1
+		}
+		p.mu.Unlock()
+		if err := p.Apply(t.Context(), fleet(2)...); err != nil {
+			t.Fatal(err)
+		}
+		waitReady(t, p, 2)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if n := len(p.generations); n != 2 {
+			t.Errorf("%d names are remembered", n)
+		}
+	})
+}
+
 func TestTheHashOfASecretIsKeyed(t *testing.T) {
 	secrets := &secretMap{}
 	secrets.set("doc", "#cloud-config\n")

@@ -76,6 +76,7 @@ const (
 // member is one wanted proxy.
 type member struct {
 	decl declaration
+	auth Credentials // for the proxy, resolved; the last good ones
 	// index is its place in Pool.order.
 	index int
 
@@ -386,11 +387,32 @@ func (p *Pool) adoptDeclarationsLocked(declarations []declaration, values map[st
 	for _, x := range p.instances {
 		p.refreshEndpointLocked(x)
 	}
+	p.forgetGenerationsLocked()
 	wanted := make([]leases.Wanted, len(order))
 	for i, m := range order {
 		wanted[i] = leases.Wanted{Proxy: m.decl.Name, Labels: m.decl.Labels, MaxLeases: m.decl.maxLeases}
 	}
 	p.table.SetWanted(wanted)
+}
+
+// manyGenerations is how many names are remembered beyond those in use. A crawler that names its proxies by the day
+// would fill the memory with them otherwise.
+const manyGenerations = 10_000
+
+// forgetGenerationsLocked forgets the generations of names that nothing is known of any more, once there are many.
+func (p *Pool) forgetGenerationsLocked() {
+	if len(p.generations) <= len(p.members)+len(p.instances)+manyGenerations {
+		return
+	}
+	used := map[string]bool{}
+	for _, x := range p.instances {
+		used[x.proxy] = true
+	}
+	for name := range p.generations {
+		if p.members[name] == nil && !used[name] {
+			delete(p.generations, name)
+		}
+	}
 }
 
 // Start begins to look after the fleet. It returns at once; ctx only has to be alive then. Use [Pool.WaitReady] to
@@ -517,7 +539,9 @@ func (p *Pool) Close(ctx context.Context) error {
 	if p.table.WaitIdle(ctx) != nil {
 		held := p.table.Stats().Held
 		p.logger.Warn("leases are revoked because the pool is closed", "leases", held)
-		p.table.RevokeAll(&RevokedError{Proxy: "any", Instance: "any", Reason: "closed", Err: ErrClosed})
+		p.table.RevokeAll(func(m leases.Member) error {
+			return &RevokedError{Proxy: m.Proxy, Instance: m.Instance, Reason: "closed", Err: ErrClosed}
+		})
 	}
 	if p.config.DestroyOnClose && started {
 		if err := p.destroy(ctx); err != nil {

@@ -119,8 +119,8 @@ func (p *Pool) hashKey(value []byte) []byte {
 type madeSpec struct {
 	hash     string
 	err      error
-	refused  bool // the provider refuses it, which only a new declaration or a new secret can change
-	auth     Credentials
+	refused  bool         // the provider refuses it, which only a new declaration or a new secret can change
+	auth     *Credentials // nil while they can't be read
 	warnings []string
 }
 
@@ -158,17 +158,23 @@ func (d *declaration) spec(values map[string]secret) (spec provider.Spec, key []
 // makeSpec makes d's hash and asks its provider whether it would do.
 func (p *Pool) makeSpec(d *declaration, values map[string]secret) madeSpec {
 	var made madeSpec
-	made.auth, made.err = credentials(d, values)
+	auth, err := credentials(d, values)
+	if err == nil {
+		made.auth = &auth
+	}
+	made.err = err
 	if d.Mode == External {
 		return made
 	}
 	spec, key, err := d.spec(values)
 	if err != nil {
-		return madeSpec{err: err}
+		made.err = err
+		return made
 	}
 	s := p.sources[d.provider]
 	if err := p.validate(s, spec); err != nil {
-		return madeSpec{err: err, refused: true}
+		made.err, made.refused = err, true
+		return made
 	}
 	if s.warner != nil {
 		made.warnings = s.warner.Warnings(spec)
@@ -201,7 +207,9 @@ func credentials(d *declaration, values map[string]secret) (Credentials, error) 
 // setSpecLocked takes a new spec over.
 func (p *Pool) setSpecLocked(m *member, made madeSpec) {
 	name := m.decl.Name
-	m.decl.Auth = made.auth
+	if made.auth != nil {
+		m.auth = *made.auth
+	}
 	if made.err != nil {
 		if m.specErr == nil || m.specErr.Error() != made.err.Error() {
 			p.later(func() { p.logger.Error("spec can't be made", "proxy", name, "error", made.err) })
@@ -301,11 +309,11 @@ func sameSecrets(a, b map[string]secret) bool {
 	return true
 }
 
-// endpointOf returns how to reach x as its member wants it.
-func endpointOf(d *declaration, x *instance) upstream.Endpoint {
+// endpointOf returns how to reach x as its declaration wants it.
+func endpointOf(d *declaration, auth Credentials, x *instance) upstream.Endpoint {
 	e := upstream.Endpoint{
 		Scheme: string(d.Scheme), Host: x.address, Port: d.Port,
-		Username: d.Auth.Username, Password: d.Auth.Password,
+		Username: auth.Username, Password: auth.Password,
 	}
 	if x.port != 0 {
 		e.Port = x.port
@@ -343,7 +351,7 @@ func (p *Pool) refreshEndpointLocked(x *instance) {
 		x.entry.Update(d.Labels, d.maxLeases)
 	}
 	known := x.endpoint != nil
-	next := endpointOf(d, x)
+	next := endpointOf(d, x.member.auth, x)
 	if known && (x.source == nil || x.hash != x.member.hash) {
 		next = *x.endpoint
 		next.Host = x.address

@@ -8,6 +8,7 @@ package leases
 import (
 	"context"
 	"maps"
+	"slices"
 	"sync"
 	"time"
 )
@@ -312,15 +313,19 @@ func (t *Table) WaitIdle(ctx context.Context) error {
 	}
 }
 
-// RevokeAll takes every lease back with cause.
-func (t *Table) RevokeAll(cause error) {
+// RevokeAll takes every lease back, with the cause that f gives for its member. Call Refuse before, or waiters get what
+// is taken back.
+func (t *Table) RevokeAll(f func(Member) error) {
 	t.mu.Lock()
-	var revoked ended
-	for _, e := range t.entries {
-		revoked = t.revokeAllLocked(e, cause, revoked)
-	}
+	entries := slices.Clone(t.entries)
 	t.mu.Unlock()
-	revoked.finish(cause)
+	for _, e := range entries {
+		cause := f(e.Member())
+		t.mu.Lock()
+		revoked := t.revokeAllLocked(e, cause, nil)
+		t.mu.Unlock()
+		revoked.finish(cause)
+	}
 }
 
 // Stats returns the counters and gauges now.
