@@ -206,6 +206,33 @@ func bareRequests(b *testing.B) {
 	b.StopTimer()
 }
 
+// pairedRequests measures both against the same proxy and site in short turns, so that whatever else the machine does
+// falls on both alike, and returns the median times of one request.
+func pairedRequests() (pooled, bare float64) {
+	const turns, each = 40, 300
+	p, target, done := pool(1, 100)
+	defer done()
+	l := must(p.Acquire(context.Background(), egress.Request{}))
+	transport := &http.Transport{Proxy: http.ProxyURL(must(url.Parse(l.ProxyURL())))}
+	l.Release()
+	defer transport.CloseIdleConnections()
+	clients := []*http.Client{p.Client(egress.Request{}), {Transport: transport}}
+	times := make([][]float64, 2)
+	for turn := range turns {
+		for k := range clients {
+			c := clients[(k+turn)%2]
+			begin := time.Now()
+			for range each {
+				resp := must(c.Get(target))
+				must(io.Copy(io.Discard, resp.Body))
+				must(0, resp.Body.Close())
+			}
+			times[(k+turn)%2] = append(times[(k+turn)%2], float64(time.Since(begin))/each)
+		}
+	}
+	return median(times[0]), median(times[1])
+}
+
 // firstLease measures the time from Start to the first lease on a backend that takes 2 s to boot.
 func firstLease() time.Duration {
 	backend := fake.New(fake.Config{BootTime: 2 * time.Second, Serve: true})
