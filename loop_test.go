@@ -99,6 +99,75 @@ func TestAListThatLagsMakesNoDuplicates(t *testing.T) {
 		if n := len(p.Proxies()); n != 1 {
 			t.Errorf("%d proxies known, want 1", n)
 		}
+		if s := p.Stats(); s.Adopted != 0 {
+			t.Errorf("%d instances that were gone were taken for new ones", s.Adopted)
+		}
+	})
+}
+
+// odd is a provider whose List returns what it should not.
+type odd struct{ *fake.Provider }
+
+func (o odd) List(ctx context.Context, owner string) ([]provider.Instance, error) {
+	all, err := o.Provider.List(ctx, owner)
+	if len(all) > 0 {
+		all = append(all, all[0])
+	}
+	mark := provider.Mark{Owner: "somebody-else", Proxy: "p-001", Generation: 9, HashVersion: 1, Hash: "x"}
+	return append(all,
+		provider.Instance{ID: "", Name: "no id", Mark: provider.Mark{Owner: owner, Proxy: "p-001", Generation: 5}},
+		provider.Instance{ID: "foreign", Name: "foreign", State: provider.StateRunning, Address: "192.0.2.9", Mark: mark},
+		provider.Instance{ID: "unmarked", Name: "unmarked", State: provider.StateRunning, Mark: provider.Mark{Owner: owner}},
+	), err
+}
+
+func TestAListThatHoldsWhatItShouldNotIsToldOfAndChangesNothing(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		var log lockedBuffer
+		f := fake.New(fake.Config{})
+		p := started(t, f, func(c *Config) {
+			c.Providers = []provider.Provider{odd{f}}
+			c.Logger = slog.New(slog.NewTextHandler(&log, nil))
+		}, fleet(2)...)
+		waitReady(t, p, 2)
+		time.Sleep(time.Hour)
+		if s := p.Stats(); s.Ready != 2 || s.Instances != 2 || s.Created != 2 || s.Deleted != 0 {
+			t.Errorf("got %+v", s)
+		}
+		for _, c := range f.Calls("") {
+			if c.Instance == "foreign" || c.Instance == "unmarked" || c.Op == fake.OpDelete {
+				t.Errorf("%s of %q", c.Op, c.Instance)
+			}
+		}
+		for _, what := range []string{"without an id", "twice", "another owner", "without a proxy"} {
+			if n := strings.Count(log.String(), what); n < 1 || n > 2 {
+				t.Errorf("the log says %q %d times", what, n)
+			}
+		}
+	})
+}
+
+func TestAfterAnUnknownOutcomeTheProviderIsListedFirst(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		f := fake.New(fake.Config{})
+		f.FailNext(fake.OpCreate, provider.ErrOutcomeUnknown, 5)
+		p := started(t, f, func(c *Config) { c.ListInterval = time.Hour }, fleet(1)...)
+		waitReady(t, p, 1)
+		listed := true
+		for _, c := range f.Calls("") {
+			switch c.Op {
+			case fake.OpList:
+				listed = true
+			case fake.OpCreate:
+				if !listed {
+					t.Error("created again without a list in between")
+				}
+				listed = false
+			}
+		}
+		if n := len(f.Calls(fake.OpCreate)); n != 6 {
+			t.Errorf("%d creates, want 6", n)
+		}
 	})
 }
 
@@ -938,6 +1007,9 @@ func TestChangedCredentialsAreNoticedAndMissingOnesKeepTheLast(t *testing.T) {
 		secrets.set("auth", "user:second")
 		time.Sleep(5 * time.Minute)
 		check("second")
+		if n := p.Stats().Instances; n != 1 {
+			t.Errorf("%d instances of one external proxy", n)
+		}
 		secrets.mu.Lock()
 		secrets.values = nil
 		secrets.mu.Unlock()

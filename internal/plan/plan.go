@@ -508,8 +508,8 @@ func (p *planner) retire(i, target, serve int) {
 	targetServes := target >= 0 && serve == target && p.Instances[target].Fit
 	for _, k := range p.instancesOf(i) {
 		x := &p.Instances[k]
-		if x.Provider < 0 {
-			continue
+		if x.Provider < 0 && x.DrainingSince.IsZero() {
+			continue // an external proxy's only ends when its endpoint has changed
 		}
 		doomed := p.doomed(x)
 		switch {

@@ -193,6 +193,13 @@ func TestDecisions(t *testing.T) {
 			in.Providers = append(in.Providers, Provider{Fresh: true})
 			in.Proxies[0].Provider = 1
 		}, "create 0/2 (missing); ", "Ready"},
+		{"an external proxy's old endpoint runs out", func(in *Input) {
+			in.Proxies[0].Provider, in.Instances[0].Provider = -1, -1
+			in.Instances[0].DrainingSince = ago(time.Minute)
+			x := fitInstance(0, 2)
+			x.Provider = -1
+			in.Instances = append(in.Instances, x)
+		}, "delete i-0-1 (replaced); ", "Ready"},
 		{"an external proxy is only served", func(in *Input) {
 			in.Proxies[0].Provider, in.Instances[0].Provider = -1, -1
 			in.Instances[0].FailingSince, in.Instances[0].Fit = ago(time.Hour), false
