@@ -305,7 +305,11 @@ func TestEveryStateAnswersAsItShould(t *testing.T) {
 func TestCloseWaitsForLeasesAndThenRevokesThem(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		f := fake.New(fake.Config{})
-		p := open(t, f, nil, fleet(2)...)
+		proxies := fleet(2)
+		for i := range proxies {
+			proxies[i].MaxLeases = ptr(1)
+		}
+		p := open(t, f, nil, proxies...)
 		waitReady(t, p, 2)
 		polite, err := p.TryAcquire(Request{})
 		if err != nil {
@@ -318,9 +322,10 @@ func TestCloseWaitsForLeasesAndThenRevokesThem(t *testing.T) {
 		go func() { time.Sleep(10 * time.Second); polite.Release() }()
 		waiting := make(chan error, 1)
 		go func() {
-			_, err := p.Acquire(t.Context(), Request{Exclude: []string{"p-001", "p-002"}})
+			_, err := p.Acquire(t.Context(), Request{})
 			waiting <- err
 		}()
+		synctest.Wait()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		begin := time.Now()
@@ -329,6 +334,9 @@ func TestCloseWaitsForLeasesAndThenRevokesThem(t *testing.T) {
 		}
 		if took := time.Since(begin); took < time.Minute || took > time.Minute+closeGrace {
 			t.Errorf("Close took %s", took)
+		}
+		if err := <-waiting; !errors.Is(err, ErrClosed) {
+			t.Errorf("the caller that waited: %v", err)
 		}
 		if !errors.Is(context.Cause(polite.Context()), ErrReleased) {
 			t.Errorf("the polite lease: %v", context.Cause(polite.Context()))

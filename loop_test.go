@@ -147,11 +147,22 @@ func TestAListThatHoldsWhatItShouldNotIsToldOfAndChangesNothing(t *testing.T) {
 	})
 }
 
+// slowList is a provider whose List takes a while.
+type slowList struct{ *fake.Provider }
+
+func (s slowList) List(ctx context.Context, owner string) ([]provider.Instance, error) {
+	time.Sleep(20 * time.Second)
+	return s.Provider.List(ctx, owner)
+}
+
 func TestAfterAnUnknownOutcomeTheProviderIsListedFirst(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		f := fake.New(fake.Config{})
 		f.FailNext(fake.OpCreate, provider.ErrOutcomeUnknown, 5)
-		p := started(t, f, func(c *Config) { c.ListInterval = time.Hour }, fleet(1)...)
+		p := started(t, f, func(c *Config) {
+			c.ListInterval = time.Hour
+			c.Providers = []provider.Provider{slowList{f}}
+		}, fleet(1)...)
 		waitReady(t, p, 1)
 		listed := true
 		for _, c := range f.Calls("") {

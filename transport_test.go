@@ -355,6 +355,9 @@ func TestWhatFailsAtTheProxyIsAProxyErrorWithAReason(t *testing.T) {
 			if p.Stats().Leases != 0 {
 				t.Error("the lease is still held")
 			}
+			if s := p.Proxies()[0]; s.Failures != 1 {
+				t.Errorf("%d failures are counted", s.Failures)
+			}
 		})
 	}
 }
