@@ -2,7 +2,11 @@ package provider
 
 import (
 	"context"
+	"fmt"
+	"io"
+	"log/slog"
 	"net/netip"
+	"strconv"
 	"time"
 )
 
@@ -165,11 +169,20 @@ type CloudInit struct {
 	Network *Network
 }
 
-// String returns the sizes of the documents and never their content.
+// String returns the sizes of the documents and never their content. So do Format, for every verb of fmt, MarshalJSON and
+// LogValue. An unexported field of this type is out of their reach: fmt prints it as it is.
 func (c CloudInit) String() string { return cloudInitSummary(c) }
 
-// GoString is String, so that %#v leaks nothing either.
-func (c CloudInit) GoString() string { return cloudInitSummary(c) }
+// Format implements fmt.Formatter.
+func (c CloudInit) Format(f fmt.State, _ rune) { io.WriteString(f, cloudInitSummary(c)) }
+
+// MarshalJSON implements json.Marshaler.
+func (c CloudInit) MarshalJSON() ([]byte, error) {
+	return strconv.AppendQuote(nil, cloudInitSummary(c)), nil
+}
+
+// LogValue implements slog.LogValuer.
+func (c CloudInit) LogValue() slog.Value { return slog.StringValue(cloudInitSummary(c)) }
 
 // Network is a static network configuration of an instance's only interface.
 type Network struct {

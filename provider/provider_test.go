@@ -1,10 +1,13 @@
 package provider_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"reflect"
@@ -76,6 +79,11 @@ func TestHashesAreThoseThatFleetsWereMadeWith(t *testing.T) {
 	}
 	const file = "testdata/hashes.golden"
 	if *update {
+		old, err := os.ReadFile(file)
+		version := fmt.Sprintf("version %d\n", provider.HashVersion)
+		if err == nil && strings.HasPrefix(string(old), version) && string(old) != b.String() && !strings.HasPrefix(b.String(), string(old)) {
+			t.Fatal("raise provider.HashVersion first: fleets were made with the hashes of this one")
+		}
 		if err := os.WriteFile(file, []byte(b.String()), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -125,10 +133,19 @@ func TestADocumentIsNeverPrinted(t *testing.T) {
 	spec := provider.Spec{Image: "x", CloudInit: provider.CloudInit{UserData: []byte("planted"), VendorData: []byte("planted")}}
 	req := provider.CreateRequest{Name: "n", Spec: spec}
 	for _, v := range []any{spec, &spec, req, &req, spec.CloudInit, &spec.CloudInit, []provider.Spec{spec}, map[string]any{"a": spec}} {
-		for _, verb := range []string{"%v", "%+v", "%#v", "%s"} {
+		asJSON, err := json.Marshal(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var logged bytes.Buffer
+		slog.New(slog.NewJSONHandler(&logged, nil)).Info("x", "v", v)
+		if text := string(asJSON) + logged.String(); strings.Contains(text, "planted") || strings.Contains(text, "cGxhbnRlZA") {
+			t.Errorf("JSON of %T shows a document: %s", v, text)
+		}
+		for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%d", "%x", "%q"} {
 			text := fmt.Sprintf(verb, v)
 			if strings.Contains(text, "planted") || strings.Contains(text, "112, 108, 97") || strings.Contains(text, "112 108 97") ||
-				strings.Contains(text, "0x70, 0x6c") {
+				strings.Contains(text, "0x70, 0x6c") || strings.Contains(text, "706c616e746564") {
 				t.Errorf("%s of %T shows a document: %s", verb, v, text)
 			}
 		}

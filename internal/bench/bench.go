@@ -164,14 +164,19 @@ func collySwitcher(b *testing.B) {
 }
 
 func fetch(b *testing.B, c *http.Client, target string) {
+	if err := fetchOnce(c, target); err != nil {
+		b.Fatal(err)
+	}
+}
+
+func fetchOnce(c *http.Client, target string) error {
 	resp, err := c.Get(target)
 	if err != nil {
-		b.Fatal(err)
+		return err
 	}
-	if _, err := io.Copy(io.Discard, resp.Body); err != nil {
-		b.Fatal(err)
-	}
-	resp.Body.Close()
+	defer resp.Body.Close()
+	_, err = io.Copy(io.Discard, resp.Body)
+	return err
 }
 
 // requests measures whole requests through one proxy with the pool's client.
@@ -223,9 +228,7 @@ func pairedRequests() (pooled, bare float64) {
 			c := clients[(k+turn)%2]
 			begin := time.Now()
 			for range each {
-				resp := must(c.Get(target))
-				must(io.Copy(io.Discard, resp.Body))
-				must(0, resp.Body.Close())
+				must(0, fetchOnce(c, target))
 			}
 			times[(k+turn)%2] = append(times[(k+turn)%2], float64(time.Since(begin))/each)
 		}

@@ -3,6 +3,7 @@
 package forwardproxy
 
 import (
+	"context"
 	"crypto/subtle"
 	"crypto/tls"
 	"encoding/base64"
@@ -72,11 +73,14 @@ type Counters struct {
 // Server is a running proxy. It is safe for concurrent use.
 type Server struct {
 	config Config
-	port   int
+	port   int // set once by Start
 	http   http.Server
 	proxy  httputil.ReverseProxy
 	origin *http.Transport
 	tasks  sync.WaitGroup
+	// stopped ends with Close.
+	stopped context.Context
+	stop    context.CancelFunc
 
 	requests, connects, authFails, bytes, active atomic.Int64
 	cutAfter                                     atomic.Int64 // Faults.CutAfter, for every write
@@ -104,25 +108,35 @@ func Start(config Config) (*Server, error) {
 		ErrorHandler:  func(w http.ResponseWriter, _ *http.Request, err error) { writeError(w, err) },
 	}
 	s.http = http.Server{Handler: s, ErrorLog: s.proxy.ErrorLog, ReadHeaderTimeout: time.Minute}
-	if err := s.listen(); err != nil {
+	s.stopped, s.stop = context.WithCancel(context.Background())
+	inner, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
 		return nil, err
 	}
-	return s, nil
+	s.port = inner.Addr().(*net.TCPAddr).Port
+	return s, s.serve(inner)
 }
 
-// listen opens the port; the first time any, later the same again.
+// listen opens the port again.
 func (s *Server) listen() error {
 	inner, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(s.port)))
 	if err != nil {
 		return err
 	}
+	return s.serve(inner)
+}
+
+// serve accepts clients of inner, unless the server is closed or refuses by now.
+func (s *Server) serve(inner net.Listener) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	if s.closed || s.faults.Refuse || s.listener != nil {
 		inner.Close()
-		return http.ErrServerClosed
+		if s.closed {
+			return http.ErrServerClosed
+		}
+		return nil
 	}
-	s.port = inner.Addr().(*net.TCPAddr).Port
 	s.listener = inner
 	listener := net.Listener(&countingListener{inner, s})
 	if s.config.Protocol == HTTPS {
@@ -189,6 +203,7 @@ func (s *Server) cut() {
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.closed = true
+	s.stop()
 	listener := s.listener
 	s.listener = nil
 	s.mu.Unlock()
@@ -211,7 +226,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.active.Add(1)
 	defer s.active.Add(-1)
 	f := s.Faults()
-	if !pause(r, f.Delay) {
+	if !s.pause(r.Context(), f.Delay) {
 		return
 	}
 	if f.Deny || !s.authorized(r) {
@@ -273,8 +288,8 @@ func (s *Server) authorized(r *http.Request) bool {
 	return subtle.ConstantTimeCompare([]byte(given), []byte(want)) == 1
 }
 
-// pause waits for d unless the client goes away.
-func pause(r *http.Request, d time.Duration) bool {
+// pause waits for d unless the client goes away or the server is closed.
+func (s *Server) pause(ctx context.Context, d time.Duration) bool {
 	if d <= 0 {
 		return true
 	}
@@ -283,9 +298,10 @@ func pause(r *http.Request, d time.Duration) bool {
 	select {
 	case <-timer.C:
 		return true
-	case <-r.Context().Done():
-		return false
+	case <-ctx.Done():
+	case <-s.stopped.Done():
 	}
+	return false
 }
 
 // writeError answers what kept a request from its target, with the header by which squid tells it.
@@ -331,13 +347,20 @@ func (s *Server) tunnel(w http.ResponseWriter, r *http.Request) {
 // join copies both ways until both are at their end.
 func (s *Server) join(client, target net.Conn) {
 	var back sync.WaitGroup
-	back.Go(func() {
-		io.Copy(client, target)
-		halfClose(client)
-	})
-	io.Copy(target, client)
-	halfClose(target)
+	back.Go(func() { pass(client, target) })
+	pass(target, client)
 	back.Wait()
+}
+
+// pass copies to one side until the other is at its end, and ends that side too: in order after an end in order, and at
+// once after a failure, which must not look like an end.
+func pass(to, from net.Conn) {
+	if _, err := io.Copy(to, from); err != nil {
+		to.Close()
+		from.Close()
+		return
+	}
+	halfClose(to)
 }
 
 func halfClose(c net.Conn) {

@@ -1,7 +1,6 @@
 package forwardproxy
 
 import (
-	"context"
 	"encoding/binary"
 	"errors"
 	"io"
@@ -46,7 +45,9 @@ const (
 
 func (s *Server) socks(c net.Conn) {
 	f := s.Faults()
-	time.Sleep(f.Delay)
+	if !s.pause(s.stopped, f.Delay) {
+		return
+	}
 	c.SetDeadline(time.Now().Add(socksHandshakes))
 	if !s.socksGreet(c, f) {
 		return
@@ -61,7 +62,7 @@ func (s *Server) socks(c net.Conn) {
 		replySOCKS(c, socksNoHost)
 		return
 	}
-	target, err := s.origin.DialContext(context.Background(), "tcp", address)
+	target, err := s.origin.DialContext(s.stopped, "tcp", address)
 	if err != nil {
 		code := byte(socksRefused)
 		if _, ok := errors.AsType[*net.DNSError](err); ok {

@@ -114,6 +114,18 @@ func TestDecisions(t *testing.T) {
 			in.Providers[0].Full, in.Providers[0].NotBefore = true, now.Add(time.Minute)
 		}, "delete i-0-1 (drift); ", ""},
 		{"age rolls", func(in *Input) { in.Proxies[0].MaxAge = 30 * time.Minute }, "create 0/2 (age); ", "Ready"},
+		{"a clock that stepped back makes nothing old", func(in *Input) {
+			for i := range in.Instances {
+				in.Proxies[i].MaxAge = 30 * time.Minute
+				in.Instances[i].Created = now.Add(24 * time.Hour)
+			}
+		}, "", "Ready Ready Ready"},
+		{"a clock that stepped forward makes all old and one is replaced at a time", func(in *Input) {
+			for i := range in.Instances {
+				in.Proxies[i].MaxAge = 30 * time.Minute
+				in.Instances[i].Created = now.Add(-365 * 24 * time.Hour)
+			}
+		}, "create 0/2 (age); ", "Ready Ready Ready"},
 		{"refresh rolls", func(in *Input) { in.Proxies[0].RefreshBelow = 2 }, "create 0/2 (refresh); ", "Ready"},
 		{"one failed probe is no verdict", func(in *Input) { in.Instances[0].FailingSince = now }, "", "Ready"},
 		{"what fails for long is replaced", func(in *Input) {

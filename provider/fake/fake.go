@@ -205,6 +205,9 @@ func (p *Provider) wrap(op Op, instance string, err error) error {
 	kind := provider.Kind(err)
 	if kind == nil {
 		kind = provider.ErrUnavailable
+		if op == OpCreate || op == OpDelete {
+			kind = provider.ErrOutcomeUnknown
+		}
 	}
 	reasons := map[error]provider.Reason{
 		provider.ErrDenied: provider.ReasonPermissionDenied, provider.ErrNoCapacity: provider.ReasonInsufficientCapacity,
@@ -296,17 +299,26 @@ func (p *Provider) count() {
 
 func (p *Provider) startServer(id string, req provider.CreateRequest) error {
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.servers[id] != nil {
+	c := forwardproxy.Config{Name: req.Mark.Proxy, Username: p.config.Username, Password: p.config.Password}
+	running := p.servers[id] != nil
+	p.mu.Unlock()
+	if running {
 		return nil
 	}
-	s, err := forwardproxy.Start(forwardproxy.Config{
-		Name: req.Mark.Proxy, Username: p.config.Username, Password: p.config.Password,
-	})
+	s, err := forwardproxy.Start(c)
 	if err != nil {
 		return fmt.Errorf("%w: %w", provider.ErrUnavailable, err)
 	}
-	p.servers[id] = s
+	p.mu.Lock()
+	closed := p.closed
+	if !closed {
+		p.servers[id] = s
+	}
+	p.mu.Unlock()
+	if closed {
+		s.Close()
+		return fmt.Errorf("%w: the provider is closed", provider.ErrOutcomeUnknown)
+	}
 	return nil
 }
 

@@ -2,6 +2,12 @@ package fake
 
 import (
 	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strconv"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -96,5 +102,44 @@ func TestFaultsDoWhatTheySay(t *testing.T) {
 	}
 	if calls := p.Calls(OpCreate); len(calls) != 4 || calls[0].Err == nil || calls[2].Err != nil || p.MostInstances() != 2 {
 		t.Errorf("calls %+v, most %d", calls, p.MostInstances())
+	}
+}
+
+func TestAServedInstanceIsARealProxyWithFaultsAndCounters(t *testing.T) {
+	origin := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "hello") }))
+	defer origin.Close()
+	p := New(Config{Serve: true, Username: "u", Password: "p"})
+	defer p.Close()
+	x, err := p.Create(t.Context(), request("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	transport := &http.Transport{DisableKeepAlives: true, Proxy: http.ProxyURL(&url.URL{
+		Scheme: "http", Host: net.JoinHostPort(x.Address, strconv.Itoa(x.Port)), User: url.UserPassword("u", "p"),
+	})}
+	status := func() int {
+		resp, err := (&http.Client{Transport: transport}).Get(origin.URL)
+		if err != nil {
+			return 0
+		}
+		defer resp.Body.Close()
+		return resp.StatusCode
+	}
+	for _, c := range []struct {
+		faults Faults
+		want   int
+	}{{Faults{}, 200}, {Faults{Deny: true}, 407}, {Faults{Status: 503, Body: "later"}, 503}, {Faults{Refuse: true}, 0}, {Faults{}, 200}} {
+		if err := p.SetFaults(x.ID, c.faults); err != nil {
+			t.Fatal(err)
+		}
+		if got := status(); got != c.want {
+			t.Errorf("%+v: got %d, want %d", c.faults, got, c.want)
+		}
+	}
+	if c := p.Counters(x.ID); c.Requests != 3 || c.AuthFails != 1 || c.Bytes == 0 {
+		t.Errorf("got %+v", c)
+	}
+	if err := p.SetFaults("nobody", Faults{}); !errors.Is(err, provider.ErrNotFound) {
+		t.Errorf("got %v", err)
 	}
 }

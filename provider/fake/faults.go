@@ -52,6 +52,9 @@ func (p *Provider) PanicNext(op Op, n int) {
 func (p *Provider) Hang(op Op) (release func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if old := p.hangs[op]; old != nil {
+		close(old)
+	}
 	c := make(chan struct{})
 	p.hangs[op] = c
 	return func() {
@@ -90,7 +93,7 @@ func (p *Provider) set(f func()) {
 // Kill makes the proxy on an instance stop answering while the instance goes on running. The error is
 // provider.ErrNotFound when there is no such instance.
 func (p *Provider) Kill(id string) error {
-	if s := p.Server(id); s != nil {
+	if s := p.server(id); s != nil {
 		if err := s.SetFaults(forwardproxy.Faults{Refuse: true}); err != nil {
 			return err
 		}
@@ -100,8 +103,10 @@ func (p *Provider) Kill(id string) error {
 
 // Revive ends Kill.
 func (p *Provider) Revive(id string) error {
-	if s := p.Server(id); s != nil {
-		if err := s.SetFaults(forwardproxy.Faults{}); err != nil {
+	if s := p.server(id); s != nil {
+		f := s.Faults()
+		f.Refuse = false
+		if err := s.SetFaults(f); err != nil {
 			return err
 		}
 	}
@@ -110,6 +115,11 @@ func (p *Provider) Revive(id string) error {
 
 // Preempt switches an instance off, as clouds do with cheap ones. It stays listed.
 func (p *Provider) Preempt(id string) error {
+	if s := p.server(id); s != nil {
+		if err := s.SetFaults(forwardproxy.Faults{Refuse: true}); err != nil {
+			return err
+		}
+	}
 	return p.store.change(id, func(r *row) { r.Stopped = time.Now() })
 }
 
@@ -144,8 +154,52 @@ func (p *Provider) AddForeign(name string, mark provider.Mark) string {
 	return r.ID
 }
 
-// Server returns the proxy that an instance of a provider with Config.Serve is, or nil.
-func (p *Provider) Server(id string) *forwardproxy.Server {
+// Faults are what the proxy on an instance of a provider with Config.Serve does wrong. The zero value is a good proxy.
+type Faults struct {
+	// Delay is waited before each request is looked at.
+	Delay time.Duration
+	// Refuse closes the port and all connections.
+	Refuse bool
+	// CutAfter ends a connection once so many bytes were written to its client. Zero is never.
+	CutAfter int64
+	// Deny answers every request with 407.
+	Deny bool
+	// Status answers every request with this status, and Body, instead of passing it on. Zero is off.
+	Status int
+	Body   string
+	// NoDNS answers as squid does when it can't resolve the target's name.
+	NoDNS bool
+}
+
+// Counters count what the proxy on an instance of a provider with Config.Serve has done.
+type Counters struct {
+	Requests  int64 // requests in absolute form
+	Connects  int64 // CONNECT requests
+	AuthFails int64 // requests with wrong or no credentials
+	Bytes     int64 // written to clients
+	Active    int64 // requests and tunnels now
+}
+
+// SetFaults switches the faults of the proxy on an instance on and off. The error is provider.ErrNotFound when there is
+// no such instance, or the provider does not serve.
+func (p *Provider) SetFaults(id string, f Faults) error {
+	s := p.server(id)
+	if s == nil {
+		return provider.ErrNotFound
+	}
+	return s.SetFaults(forwardproxy.Faults(f))
+}
+
+// Counters returns what the proxy on an instance has done. It is zero where SetFaults would fail.
+func (p *Provider) Counters(id string) Counters {
+	s := p.server(id)
+	if s == nil {
+		return Counters{}
+	}
+	return Counters(s.Counters())
+}
+
+func (p *Provider) server(id string) *forwardproxy.Server {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.servers[id]

@@ -36,19 +36,19 @@ func Dir(dir string) *Store { return &Store{dir: dir, all: map[string]row{}} }
 
 // row is an instance as it really is.
 type row struct {
-	ID        string
-	Name      string
-	Mark      provider.Mark
-	Host      string
-	Address   string
-	Created   time.Time
-	Half      bool          // Create has not finished
-	Boots     time.Duration // from Created
-	Killed    bool          // runs, but its proxy does not answer
-	Stopped   time.Time     // zero while it is switched on
-	Removing  time.Time     // zero while nobody has asked for its removal
-	Gone      time.Time     // zero while it is there
-	NeverGone bool          // stuck on its way out
+	ID       string
+	Name     string
+	Mark     provider.Mark
+	Host     string
+	Address  string
+	Number   int // of its address
+	Created  time.Time
+	Half     bool          // Create has not finished
+	Boots    time.Duration // from Created
+	Killed   bool          // runs, but its proxy does not answer
+	Stopped  time.Time     // zero while it is switched on
+	Removing time.Time     // zero while nobody has asked for its removal
+	Gone     time.Time     // zero while it is there
 }
 
 // visible reports whether the row is there at t.
@@ -115,11 +115,15 @@ func (s *Store) putLocked(r row) error {
 	if err != nil {
 		return err
 	}
-	file := filepath.Join(s.dir, strings.ReplaceAll(r.ID, "/", "_")+".json")
+	file := s.file(r.ID)
 	if err := os.WriteFile(file+".tmp", text, 0o600); err != nil {
 		return err
 	}
 	return os.Rename(file+".tmp", file)
+}
+
+func (s *Store) file(id string) string {
+	return filepath.Join(s.dir, strings.ReplaceAll(id, "/", "_")+".json")
 }
 
 // rows returns what is there at t, sorted by creation and id.
@@ -194,6 +198,9 @@ func (s *Store) reserve(req provider.CreateRequest, c Config, down map[string]bo
 	for id, r := range s.all {
 		if !r.Gone.IsZero() && now.Sub(r.Gone) > keepGone {
 			delete(s.all, id)
+			if s.dir != "" {
+				os.Remove(s.file(id))
+			}
 		}
 		if !r.visible(now) {
 			continue
@@ -232,11 +239,15 @@ func (s *Store) reserve(req provider.CreateRequest, c Config, down map[string]bo
 		Created: now, Half: true,
 	}
 	s.address++
+	for _, r := range s.all {
+		s.address = max(s.address, r.Number+1) // a store in a directory outlives its counter
+	}
 	if len(c.Addresses) > 0 {
 		r.Address = c.Addresses[(s.address-1)%len(c.Addresses)]
 	} else {
 		r.Address = fmt.Sprintf("10.%d.%d.%d", s.address>>16&0xff, s.address>>8&0xff, s.address&0xff)
 	}
+	r.Number = s.address
 	return r.ID, s.putLocked(r)
 }
 
@@ -260,7 +271,6 @@ func (s *Store) remove(id string, wait time.Duration, stuck bool) error {
 		now := time.Now()
 		if r.Removing.IsZero() {
 			r.Removing = now
-			r.NeverGone = stuck
 			r.Gone = now.Add(wait)
 			if stuck {
 				r.Gone = time.Time{}

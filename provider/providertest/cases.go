@@ -63,6 +63,25 @@ func Cases() []Case {
 				s.fail("Get: %+v, %v", got, err)
 			}
 		}},
+		{"boot", "an instance runs and has an address in the end, and another one has another", func(s *suite) {
+			s.needs(!s.harness.NoBoot, "instances that boot")
+			seen := map[string]bool{}
+			for _, proxy := range []string{"a", "b"} {
+				made := s.create(s.request(proxy, 1))
+				s.eventually("an address of "+made.Name, func() (bool, error) {
+					x, err := s.provider().Get(s.context(), made.ID)
+					if err == nil && x.State == provider.StateRunning && x.Address != "" {
+						at := fmt.Sprintf("%s %d", x.Address, x.Port)
+						if seen[at] {
+							s.fail("two instances at %s", at)
+						}
+						seen[at] = true
+						return true, nil
+					}
+					return false, err
+				})
+			}
+		}},
 		{"create again", "a name that is taken by the same instance is ErrAlreadyExists and makes no second one", func(s *suite) {
 			req := s.request("a", 1)
 			s.create(req)

@@ -57,6 +57,8 @@ type Harness struct {
 	// Break makes the backend unreachable, or, with a host, one host of it; the returned function mends it. Hosts
 	// are those that Check names. Defaults to none, which skips cases.
 	Break func(t *testing.T, host string) (mend func())
+	// NoBoot says that what Create makes never runs, so that no address is waited for. Defaults to false.
+	NoBoot bool
 	// Deny makes the backend refuse the credentials until the returned function is called. Defaults to none, which
 	// skips a case.
 	Deny func(t *testing.T) (allow func())
@@ -224,6 +226,13 @@ func (s *suite) exactly(n int) {
 		got := len(s.list())
 		return got == n, fmt.Errorf("%d are listed", got)
 	})
+	// What a list that lags still hides would show up later.
+	for range 10 {
+		<-time.After(20 * time.Millisecond)
+		if got := len(s.list()); got != n {
+			s.fail("%d instances a moment later, want %d", got, n)
+		}
+	}
 }
 
 // gone deletes an instance and waits until that is sure.
@@ -258,6 +267,12 @@ func (s *suite) sentinel(op string, err error) {
 func (s *suite) cleanUp() {
 	ctx, cancel := context.WithTimeout(context.Background(), 6*s.config.Patience)
 	defer cancel()
+	// A case that failed may have made what it does not know of.
+	if left, err := s.provider().List(ctx, s.harness.Owner); err == nil {
+		for _, x := range left {
+			s.made = append(s.made, x.ID)
+		}
+	}
 	for _, id := range s.made {
 		for ctx.Err() == nil {
 			if err := s.provider().Delete(ctx, id); errors.Is(err, provider.ErrNotFound) || err != nil && !errors.Is(err, provider.ErrUnavailable) {

@@ -147,6 +147,8 @@ func (b *broken) Get(ctx context.Context, id string) (provider.Instance, error) 
 	case b.is("takes an outage for gone") && errors.Is(err, provider.ErrUnavailable),
 		b.is("takes refused credentials for gone") && errors.Is(err, provider.ErrDenied):
 		return got, provider.ErrNotFound
+	case b.is("never finds an address"):
+		got.Address = ""
 	case b.is("takes gone for an outage") && errors.Is(err, provider.ErrNotFound):
 		return got, provider.ErrUnavailable
 	}
@@ -204,6 +206,7 @@ func (b *broken) Check(ctx context.Context) []provider.TargetHealth {
 
 // variants are the broken ones, and the case that each must fail.
 var variants = map[string]string{
+	"never finds an address":             "boot",
 	"changes its name":                   "name",
 	"ignores unknown options":            "validate",
 	"validates nothing":                  "invalid",
