@@ -174,7 +174,7 @@ type CloudInit struct {
 func (c CloudInit) String() string { return cloudInitSummary(c) }
 
 // Format implements fmt.Formatter.
-func (c CloudInit) Format(f fmt.State, _ rune) { io.WriteString(f, cloudInitSummary(c)) }
+func (c CloudInit) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, cloudInitSummary(c)) }
 
 // MarshalJSON implements json.Marshaler.
 func (c CloudInit) MarshalJSON() ([]byte, error) {
