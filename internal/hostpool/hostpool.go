@@ -125,15 +125,19 @@ type Pool[K comparable, C Conn] struct {
 type host[K comparable, C Conn] struct {
 	key   K
 	calls chan struct{} // a token for each call of Do
-	probe chan struct{} // a token for the call of Probe
 
 	// The fields below are guarded by Pool.mu.
-	link      *link[C]
-	dialling  *dialling[C]
-	failure   *DialError[K] // the last dial's, until one succeeds
-	backoff   time.Duration // before jitter
-	abandoned bool          // the probe that holds the token has no caller any more
-	orphaned  chan struct{} // closed when it loses its caller; made anew for each probe
+	probing  *probing // nil when none runs
+	link     *link[C]
+	dialling *dialling[C]
+	failure  *DialError[K] // the last dial's, until one succeeds
+	backoff  time.Duration // before jitter
+}
+
+// probing is a probe under way.
+type probing struct {
+	done      chan struct{} // closed when it has returned
+	abandoned chan struct{} // closed when its caller has left
 }
 
 // link is one connection in its life.
@@ -202,7 +206,7 @@ func (p *Pool[K, C]) Do(ctx context.Context, key K, f func(ctx context.Context, 
 		return err
 	}
 	defer p.running.Done()
-	if err := p.take(ctx, h.calls, nil); err != nil {
+	if err := p.take(ctx, h.calls); err != nil {
 		return fmt.Errorf("hostpool: %v: waiting while %d calls run there: %w", key, p.config.MaxCalls, err)
 	}
 	defer func() { <-h.calls }()
@@ -223,24 +227,24 @@ func (p *Pool[K, C]) Probe(ctx context.Context, key K, f func(ctx context.Contex
 		return err
 	}
 	defer p.running.Done()
-	orphaned, err := p.startProbe(ctx, h)
+	pr, err := p.startProbe(ctx, h)
 	if err != nil {
 		return err
 	}
 	l, err := p.connect(ctx, h)
 	if err != nil {
-		<-h.probe
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		h.endProbeLocked(pr)
 		return err
 	}
 	result := make(chan error, 1)
-	// The caller is counted still, so the Pool can't have been joined.
 	p.running.Go(func() {
-		err := caught(func() error { return p.call(ctx, h, l, f) })
+		err := p.caught(func() error { return p.call(ctx, h, l, f) })
 		p.mu.Lock()
-		h.abandoned = false
-		p.mu.Unlock()
-		<-h.probe
-		result <- err
+		defer p.mu.Unlock()
+		h.endProbeLocked(pr)
+		result <- err // has room
 	})
 	select {
 	case err := <-result:
@@ -255,32 +259,39 @@ func (p *Pool[K, C]) Probe(ctx context.Context, key K, f func(ctx context.Contex
 		return err
 	default:
 	}
-	// The token is still the probe's: it is given back after mu was held to clear abandoned, and that has not been.
-	h.abandoned = true
-	close(orphaned)
-	return fmt.Errorf("hostpool: probe of %v abandoned: %w", key, p.endOf(ctx))
+	close(pr.abandoned)
+	if ctx.Err() == nil {
+		return ErrClosed
+	}
+	return fmt.Errorf("hostpool: probe of %v abandoned: %w", key, ended(ctx))
 }
 
-// startProbe takes the host's token for probes, and returns the channel to close when the probe loses its caller.
-func (p *Pool[K, C]) startProbe(ctx context.Context, h *host[K, C]) (chan struct{}, error) {
+// startProbe waits within ctx until no probe of h runs, but not for one that is abandoned.
+func (p *Pool[K, C]) startProbe(ctx context.Context, h *host[K, C]) (*probing, error) {
 	for {
 		p.mu.Lock()
-		pending, orphaned := h.abandoned, h.orphaned
+		current := h.probing
+		if current == nil {
+			h.probing = &probing{done: make(chan struct{}), abandoned: make(chan struct{})}
+			defer p.mu.Unlock()
+			return h.probing, nil
+		}
 		p.mu.Unlock()
-		if pending {
+		select {
+		case <-current.done:
+		case <-current.abandoned:
 			return nil, ErrProbePending
+		case <-ctx.Done():
+			return nil, fmt.Errorf("hostpool: %v: waiting for another probe: %w", h.key, ended(ctx))
+		case <-p.ctx.Done():
+			return nil, ErrClosed
 		}
-		switch err := p.take(ctx, h.probe, orphaned); {
-		case errors.Is(err, errWoken):
-			continue
-		case err != nil:
-			return nil, fmt.Errorf("hostpool: %v: waiting for another probe: %w", h.key, err)
-		}
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		h.orphaned = make(chan struct{})
-		return h.orphaned, nil
 	}
+}
+
+func (h *host[K, C]) endProbeLocked(pr *probing) {
+	h.probing = nil
+	close(pr.done)
 }
 
 // enter counts the caller as running.
@@ -296,17 +307,15 @@ func (p *Pool[K, C]) enter(ctx context.Context, key K) (*host[K, C], error) {
 	p.running.Add(1)
 	h := p.hosts[key]
 	if h == nil {
-		h = &host[K, C]{key: key, calls: make(chan struct{}, p.config.MaxCalls), probe: make(chan struct{}, 1)}
+		h = &host[K, C]{key: key, calls: make(chan struct{}, p.config.MaxCalls)}
 		p.hosts[key] = h
 	}
 	return h, nil
 }
 
-var errWoken = errors.New("hostpool: woken")
-
-// take puts a token into slot, waiting within ctx or until wake is closed. A free slot is taken first of all: a select
+// take puts a token into slot, waiting within ctx. A free slot is taken first of all: a select
 // would as soon give up when ctx ends at the same moment.
-func (p *Pool[K, C]) take(ctx context.Context, slot chan struct{}, wake <-chan struct{}) error {
+func (p *Pool[K, C]) take(ctx context.Context, slot chan struct{}) error {
 	select {
 	case slot <- struct{}{}:
 		return nil
@@ -315,8 +324,6 @@ func (p *Pool[K, C]) take(ctx context.Context, slot chan struct{}, wake <-chan s
 	select {
 	case slot <- struct{}{}:
 		return nil
-	case <-wake:
-		return errWoken
 	case <-ctx.Done():
 		return ended(ctx)
 	case <-p.ctx.Done():
@@ -377,7 +384,7 @@ func (p *Pool[K, C]) dial(h *host[K, C], d *dialling[C]) {
 	defer cancel()
 	start := time.Now()
 	var conn C
-	err := caught(func() (err error) {
+	err := p.caught(func() (err error) {
 		conn, err = p.config.Dial(ctx, h.key)
 		return err
 	})
@@ -454,9 +461,9 @@ var errIdle = errors.New("hostpool: idle")
 
 // supervise waits for whatever ends the link and closes it.
 func (p *Pool[K, C]) supervise(h *host[K, C], l *link[C]) {
-	var keepalives sync.WaitGroup
+	var hooks sync.WaitGroup
 	if p.config.Keepalive != nil {
-		keepalives.Go(func() { p.keepalive(h, l) })
+		hooks.Go(func() { p.keepalive(h, l, &hooks) })
 	}
 	idle := time.NewTimer(p.config.IdleTimeout)
 	defer idle.Stop()
@@ -482,7 +489,7 @@ func (p *Pool[K, C]) supervise(h *host[K, C], l *link[C]) {
 	if err := l.conn.Close(); err != nil {
 		p.config.Logger.Debug("closing the connection", "host", fmt.Sprint(h.key), "error", err)
 	}
-	keepalives.Wait()
+	hooks.Wait()
 	switch {
 	case errors.Is(cause, ErrClosed):
 	case errors.Is(cause, errIdle):
@@ -507,7 +514,7 @@ func (p *Pool[K, C]) dropIdle(h *host[K, C], l *link[C]) time.Duration {
 }
 
 // keepalive asks for signs of life until the link is gone.
-func (p *Pool[K, C]) keepalive(h *host[K, C], l *link[C]) {
+func (p *Pool[K, C]) keepalive(h *host[K, C], l *link[C], hooks *sync.WaitGroup) {
 	ticker := time.NewTicker(p.config.KeepaliveInterval)
 	defer ticker.Stop()
 	for {
@@ -516,20 +523,39 @@ func (p *Pool[K, C]) keepalive(h *host[K, C], l *link[C]) {
 			return
 		case <-ticker.C:
 		}
-		ctx, cancel := context.WithTimeout(l.ctx, p.config.KeepaliveTimeout)
-		// A call that doesn't heed its context must not keep us from closing the connection, which frees it.
-		stop := context.AfterFunc(ctx, func() {
-			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				p.drop(h, l, fmt.Errorf("hostpool: %v gave no sign of life within %s", h.key, p.config.KeepaliveTimeout))
-			}
-		})
-		err := caught(func() error { return p.config.Keepalive(ctx, l.conn) })
-		stop()
-		if err != nil && ctx.Err() == nil && !p.config.Local(err) {
+		err := p.signOfLife(l, hooks)
+		switch {
+		case l.ctx.Err() != nil:
+			return
+		case errors.Is(err, errSilent):
+			// The hook still waits. Closing the connection frees it.
+			p.drop(h, l, fmt.Errorf("hostpool: %v: %w within %s", h.key, err, p.config.KeepaliveTimeout))
+			return
+		case err != nil && !p.config.Local(err):
 			p.drop(h, l, fmt.Errorf("hostpool: keepalive of %v: %w", h.key, err))
+			return
 		}
-		cancel()
 	}
+}
+
+var errSilent = errors.New("no sign of life")
+
+// signOfLife calls the hook once, in a goroutine of hooks, and returns errSilent when its time is over.
+func (p *Pool[K, C]) signOfLife(l *link[C], hooks *sync.WaitGroup) error {
+	ctx, cancel := context.WithTimeout(l.ctx, p.config.KeepaliveTimeout)
+	defer cancel()
+	result := make(chan error, 1)
+	hooks.Go(func() {
+		result <- p.caught(func() error { return p.config.Keepalive(ctx, l.conn) })
+	})
+	select {
+	case err := <-result:
+		if ctx.Err() == nil {
+			return err
+		}
+	case <-ctx.Done():
+	}
+	return errSilent
 }
 
 // Close refuses new calls, closes every connection, which fails the calls that wait on it, ends the contexts of calls
@@ -544,14 +570,6 @@ func (p *Pool[K, C]) Close() error {
 	return nil
 }
 
-// endOf returns why a wait in ctx or for the Pool is over.
-func (p *Pool[K, C]) endOf(ctx context.Context) error {
-	if ctx.Err() != nil {
-		return ended(ctx)
-	}
-	return ErrClosed
-}
-
 // ended returns why ctx ended, as an error that matches both ctx.Err and its cause.
 func ended(ctx context.Context) error {
 	err, cause := ctx.Err(), context.Cause(ctx)
@@ -562,10 +580,11 @@ func ended(ctx context.Context) error {
 }
 
 // caught calls f and turns a panic into an error: in a goroutine of the Pool it would end the whole program.
-func caught(f func() error) (err error) {
+func (p *Pool[K, C]) caught(f func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
-			err = fmt.Errorf("hostpool: panic: %v\n%s", v, debug.Stack())
+			p.config.Logger.Error("panic in a call to a host", "panic", fmt.Sprint(v), "stack", string(debug.Stack()))
+			err = fmt.Errorf("hostpool: panic: %v", v)
 		}
 	}()
 	return f()
