@@ -60,7 +60,7 @@ type Config struct {
 	// Logger gets one line for each thing that an operator may want to know. Defaults to discarding.
 	Logger *slog.Logger
 	// Observer is called with every event, from one goroutine, without any lock and in order. A slow one
-	// delays other events and nothing else. Defaults to nothing.
+	// delays other events, which are kept in memory until then, and nothing else. Defaults to nothing.
 	Observer func(Event)
 
 	// Surge is how many instances each provider may have above the number wanted of it, to make a
@@ -98,8 +98,8 @@ type Config struct {
 	ListInterval time.Duration
 	// ListTimeout bounds a list. Defaults to DefaultListTimeout.
 	ListTimeout time.Duration
-	// CreateTimeout bounds a create, which may have to bring an image to a host. Defaults to
-	// DefaultCreateTimeout.
+	// CreateTimeout bounds a create, which may have to bring an image to a host, and a delete, which may have to
+	// wait for a guest. Defaults to DefaultCreateTimeout.
 	CreateTimeout time.Duration
 	// CallTimeout bounds any other call to a provider. Defaults to DefaultCallTimeout.
 	CallTimeout time.Duration
@@ -120,6 +120,15 @@ type Config struct {
 	// next pool of this name.
 	DestroyOnClose bool
 }
+
+// String names the pool and shows nothing else: a Config may hold a key.
+func (c Config) String() string { return fmt.Sprintf("egress.Config{Name: %q}", c.Name) }
+
+// GoString is String.
+func (c Config) GoString() string { return c.String() }
+
+// LogValue is String for slog.
+func (c Config) LogValue() slog.Value { return slog.StringValue(c.String()) }
 
 // faults collects what is wrong with an input, so that all of it is said at once.
 type faults struct {
@@ -295,6 +304,16 @@ func shareLabels(shared map[string]map[string]string, labels map[string]string) 
 func (c *Config) declareOne(f *faults, p Proxy) declaration {
 	d := declaration{Proxy: p, provider: -1}
 	d.Options = maps.Clone(p.Options)
+	d.TLS.RootsPEM = slices.Clone(p.TLS.RootsPEM)
+	if n := p.CloudInit.Network; n != nil {
+		d.CloudInit.Network = &provider.Network{
+			Addresses: slices.Clone(n.Addresses), Gateways: slices.Clone(n.Gateways),
+			Nameservers: slices.Clone(n.Nameservers), SearchDomains: slices.Clone(n.SearchDomains),
+		}
+	}
+	if install := p.CloudInit.InstallGuestAgent; install != nil {
+		d.CloudInit.InstallGuestAgent = pointerOr(install, true)
+	}
 	d.Placement.Labels = maps.Clone(p.Placement.Labels)
 	switch p.Mode {
 	case Managed:

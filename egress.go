@@ -3,7 +3,6 @@ package egress
 import (
 	"fmt"
 	"log/slog"
-	"net/url"
 	"time"
 
 	"crawl.example.com/egress/provider"
@@ -229,11 +228,8 @@ func redactedEndpoint(endpoint string) string {
 	if endpoint == "" {
 		return "no endpoint"
 	}
-	u, err := url.Parse(endpoint)
-	if err != nil || u.Host == "" {
-		u, err = url.Parse("//" + endpoint)
-	}
-	if err != nil || u.Host == "" {
+	u, err := parseEndpoint(endpoint)
+	if err != nil {
 		return "unreadable endpoint"
 	}
 	return u.Host

@@ -80,7 +80,9 @@ func (e *NoMatchError) Is(target error) bool { return target == ErrNoMatch }
 type RevokedError struct {
 	// Proxy and Instance say what the lease was on.
 	Proxy, Instance string
-	// Reason says why: "ttl", "drain deadline", "removed", "replaced", "gone", "closed".
+	// Reason says why: "ttl", "drain deadline", "removed", "replaced", "gone", "closed", "address or credentials
+	// changed", or why the instance had to go at once: "unhealthy", "boot timeout", "stopped", "failed", "drift", "age",
+	// "refresh".
 	Reason string
 	// Err is ErrClosed when the pool was closed, else nil.
 	Err error

@@ -120,9 +120,11 @@ func (p *Pool) takeListLocked(s *source, found []provider.Instance, partial *pro
 				continue // a list that lags still has what is gone for sure
 			}
 			x = p.adoptLocked(s, f, now)
-			p.counters.Adopted++
-			p.emit(Event{Kind: EventAdopt, Proxy: x.proxy, Instance: x.name, Provider: s.name})
-			p.later(func() { p.logger.Info("instance adopted", "proxy", x.proxy, "instance", x.name, "provider", s.name) })
+			if c, ok := p.creates[x.proxy]; !ok || c.generation != x.generation {
+				p.counters.Adopted++
+				p.emit(Event{Kind: EventAdopt, Proxy: x.proxy, Instance: x.name, Provider: s.name})
+				p.later(func() { p.logger.Info("instance adopted", "proxy", x.proxy, "instance", x.name, "provider", s.name) })
+			}
 		}
 		x.unlisted, x.missingSince = false, time.Time{}
 		p.observeLocked(x, f, now)
@@ -207,8 +209,11 @@ func (p *Pool) createLocked(m *member, generation int64) {
 	if err != nil {
 		return // it was readable a moment ago; the next pass sees what changed
 	}
-	m.creating = true
 	name := m.decl.Name
+	if _, under := p.creates[name]; under {
+		return
+	}
+	p.creates[name] = create{s, generation}
 	req := provider.CreateRequest{
 		Name: provider.InstanceName(p.config.Name, name, generation),
 		Mark: provider.Mark{
@@ -237,9 +242,10 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 	p.mu.Lock()
 	defer p.unlock()
 	defer p.wake()
+	delete(p.creates, name)
 	m := p.members[name]
-	if m != nil {
-		m.creating = false
+	if m != nil && m.decl.provider != s.index {
+		m = nil
 	}
 	now := time.Now()
 	if err == nil {
@@ -260,6 +266,14 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 		})
 		return
 	}
+	switch kind := kindOf(err); {
+	case errors.Is(kind, provider.ErrAlreadyExists), errors.Is(kind, provider.ErrOutcomeUnknown):
+		s.unsure = now
+		s.relistNow()
+		if m != nil {
+			m.relistAfter = now
+		}
+	}
 	if p.closingDown(err) {
 		return
 	}
@@ -278,9 +292,6 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 	switch kind := kindOf(err); {
 	case errors.Is(kind, provider.ErrPermanent):
 		m.permanent = err
-	case errors.Is(kind, provider.ErrAlreadyExists), errors.Is(kind, provider.ErrOutcomeUnknown):
-		m.relistAfter = now
-		s.relistNow()
 	case errors.Is(kind, provider.ErrNoCapacity):
 		// The provider waits, not the proxy: who gets the next free place is the planner's choice.
 		m.failures--
@@ -312,9 +323,11 @@ func (p *Pool) lookLocked(x *instance, now time.Time) {
 		switch {
 		case err == nil:
 			x.lastErr = nil
-			if found.Mark == (provider.Mark{}) || found.Mark.Owner == p.config.Name {
-				p.observeLocked(x, &found, time.Now())
+			if m := found.Mark; m.Owner != p.config.Name || m.Proxy != x.proxy || m.Generation != x.generation {
+				p.goneLocked(x, "its id is another instance's now")
+				break
 			}
+			p.observeLocked(x, &found, time.Now())
 		case errors.Is(err, provider.ErrNotFound):
 			p.goneLocked(x, "the provider does not have it any more")
 		case p.closingDown(err):
@@ -355,7 +368,16 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 	}
 	x.busy = true
 	s, id := x.source, x.key.id
+	mark := provider.Mark{Owner: p.config.Name, Proxy: x.proxy, Generation: x.generation}
 	p.spawn(func() {
+		if first && p.anothers(s, id, mark) {
+			p.mu.Lock()
+			defer p.unlock()
+			defer p.wake()
+			x.busy = false
+			p.goneLocked(x, "its id is another instance's now")
+			return
+		}
 		err := p.call(s, "delete", p.config.CreateTimeout, func(ctx context.Context) error { return s.provider.Delete(ctx, id) })
 		if err == nil {
 			// Accepted is not gone, but a quick backend may be done already.
@@ -393,6 +415,18 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 			x.lastErr = err
 		}
 	})
+}
+
+// anothers reports whether an id is for certain not the instance's that it was: one more look before a delete, which can't
+// be taken back.
+func (p *Pool) anothers(s *source, id string, mark provider.Mark) bool {
+	var found provider.Instance
+	err := p.call(s, "get", p.config.CallTimeout, func(ctx context.Context) (err error) {
+		found, err = s.provider.Get(ctx, id)
+		return err
+	})
+	m := found.Mark
+	return err == nil && (m.Owner != mark.Owner || m.Proxy != mark.Proxy || m.Generation != mark.Generation)
 }
 
 // goneLocked forgets an instance that is gone for sure.

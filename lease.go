@@ -78,7 +78,7 @@ func (p *Pool) TryAcquire(req Request) (*Lease, error) {
 }
 
 // Do leases a proxy as Acquire does, calls f and releases the lease, also when f panics. The context that f gets
-// ends with ctx and when the lease is revoked. Do returns f's error.
+// ends with ctx and when the lease is revoked; so does the lease's own. Do returns f's error.
 func (p *Pool) Do(ctx context.Context, req Request, f func(ctx context.Context, lease *Lease) error) error {
 	if err := p.ready(); err != nil {
 		return err

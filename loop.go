@@ -70,6 +70,8 @@ func (p *Pool) pass(now time.Time) (time.Time, int) {
 			p.drainLocked(x, string(a.Why), now)
 		case plan.Delete:
 			p.deleteLocked(x, a.Why, now)
+		case plan.Revoke:
+			p.unleaseLocked(x, "drain deadline", nil)
 		}
 	}
 	for i, m := range p.order {
@@ -107,12 +109,20 @@ func (p *Pool) inputLocked(now time.Time) (plan.Input, []*instance) {
 			Name: m.decl.Name, Provider: m.decl.provider, SpecReady: m.hash != "", Hash: m.hash,
 			HashVersion: provider.HashVersion, SpecChanged: m.changed, MaxAge: m.decl.MaxAge,
 			RefreshBelow: m.refreshBelow, LastGeneration: p.generations[m.decl.Name], NotBefore: m.notBefore,
-			Permanent: m.permanent != nil, Creating: m.creating,
+			Permanent: m.permanent != nil,
 		}
 		if want.Provider >= 0 && !m.relistAfter.IsZero() && !p.sources[want.Provider].listBegan.After(m.relistAfter) {
 			want.NotBefore = now.Add(p.config.ListInterval) // the outcome of the last create is not known yet
 		}
+		if c, ok := p.creates[m.decl.Name]; ok && want.Provider == c.source.index {
+			want.Creating = true
+		}
 		in.Proxies[i] = want
+	}
+	for name, c := range p.creates {
+		if m := p.members[name]; m == nil || m.decl.provider != c.source.index {
+			in.Providers[c.source.index].Creating++
+		}
 	}
 	list := make([]*instance, 0, len(p.instances))
 	for _, x := range p.instances {
@@ -247,6 +257,12 @@ func (p *Pool) externalLocked(m *member, now time.Time) {
 			return
 		}
 		p.drainLocked(x, string(plan.WhyDrift), now)
+	}
+	for _, x := range p.instances {
+		// Two entries of one server would each grant its whole limit.
+		if x.source == nil && x.proxy == d.Name && x.endpoint.Addr() == endpoint.Addr() {
+			p.unleaseLocked(x, "address or credentials changed", nil)
+		}
 	}
 	p.generations[d.Name]++
 	g := p.generations[d.Name]

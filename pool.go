@@ -52,6 +52,7 @@ type Pool struct {
 	members      map[string]*member
 	order        []*member // sorted by name
 	instances    map[instanceKey]*instance
+	creates      map[string]create // under way, by proxy, wanted or not
 	sources      []*source
 	generations  map[string]int64 // the highest generation seen of each name, wanted or not
 	secrets      map[string]secret
@@ -85,7 +86,6 @@ type member struct {
 	changed   bool   // the hash has changed since the first one
 	permanent error  // stops creates until the hash changes
 
-	creating     bool
 	relistAfter  time.Time // creates wait for a list that began after it
 	notBefore    time.Time
 	failures     int // in a row
@@ -107,6 +107,12 @@ func (m *member) message() string {
 		return m.lastErr.Error()
 	}
 	return ""
+}
+
+// create is a create under way.
+type create struct {
+	source     *source
+	generation int64
 }
 
 // instanceKey tells instances of different providers apart.
@@ -149,6 +155,7 @@ type instance struct {
 	fit          bool
 	everFit      bool
 	broken       bool
+	brokenAt     time.Time
 	soft         bool
 	streak       int // of successes when positive, of failures when negative
 	failingSince time.Time
@@ -183,6 +190,7 @@ type source struct {
 	listedAt  time.Time // when the newest good list ended
 	listBegan time.Time // when it began
 	listErr   error
+	unsure    time.Time // when a create last ended in a way that a list has yet to clear up
 
 	listFailures   int       // in a row
 	createFailures int       // in a row, of those that are the provider's
@@ -208,7 +216,7 @@ func newPool(config Config, prober func(context.Context, upstream.Endpoint, prob
 		config: config, logger: config.Logger.With("pool", config.Name), probe: prober,
 		kick: make(chan struct{}, 1), reprobe: make(chan struct{}, 1), done: make(chan struct{}),
 		applying: make(chan struct{}, 1), closing: make(chan struct{}, 1),
-		members: map[string]*member{}, instances: map[instanceKey]*instance{}, generations: map[string]int64{},
+		members: map[string]*member{}, instances: map[instanceKey]*instance{}, generations: map[string]int64{}, creates: map[string]create{},
 		secrets: map[string]secret{}, turn: make(chan struct{}),
 	}
 	p.events.more = make(chan struct{}, 1)
@@ -572,25 +580,44 @@ func (p *Pool) destroy(ctx context.Context) error {
 		p.adoptDeclarationsLocked(nil, map[string]secret{}, nil)
 	}
 	p.mu.Unlock()
+	p.wake()
 	for {
 		p.mu.Lock()
-		left, changed := len(p.instances), p.turn
-		for _, s := range p.sources {
-			if s.listedAt.IsZero() {
-				left++ // what it has is not known yet
-			}
-		}
+		left, changed := p.leftLocked(), p.turn
 		p.mu.Unlock()
-		if left == 0 {
+		if left == "" {
 			return nil
 		}
-		p.wake()
 		select {
 		case <-changed:
+		case <-time.After(time.Second):
 		case <-ctx.Done():
-			return fmt.Errorf("egress: Close: %d instances are not gone yet, call it again: %w", left, context.Cause(ctx))
+			return fmt.Errorf("egress: Close: %s, call it again: %w", left, context.Cause(ctx))
 		}
 	}
+}
+
+// leftLocked says what keeps a pool that destroys its instances from being done; empty when nothing does.
+func (p *Pool) leftLocked() string {
+	if n := len(p.instances); n > 0 {
+		return fmt.Sprintf("%d instances are not gone yet", n)
+	}
+	if n := len(p.creates); n > 0 {
+		return fmt.Sprintf("%d creates are under way", n)
+	}
+	for _, s := range p.sources {
+		if s.listedAt.IsZero() {
+			return fmt.Sprintf("provider %s has not been listed yet", s.name)
+		}
+		// A list may lag, so the first one after a create of unknown outcome is no proof.
+		if sure := s.unsure.Add(p.config.OrphanGrace); !s.unsure.IsZero() && !s.listBegan.After(sure) {
+			if time.Now().After(sure) {
+				s.relistNow()
+			}
+			return fmt.Sprintf("provider %s has to be listed again after a create of unknown outcome", s.name)
+		}
+	}
+	return ""
 }
 
 // wait waits for a group until ctx ends and closeGrace after it.

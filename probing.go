@@ -53,7 +53,7 @@ func (p *Pool) startProbes() time.Duration {
 			ID: x.key.id, Name: x.name, State: x.state, Address: x.address, Port: x.port, Host: x.host, Created: x.created,
 			Mark: provider.Mark{Owner: p.config.Name, Proxy: x.proxy, Generation: x.generation, HashVersion: x.hashVersion, Hash: x.hash},
 		}
-		p.spawn(func() { p.probed(x, endpoint.Addr(), p.probeOnce(x.source, seen, endpoint, check)) })
+		p.spawn(func() { p.probed(x, now, endpoint.Addr(), p.probeOnce(x.source, seen, endpoint, check)) })
 	}
 	return time.Hour // a full house or an empty queue: somebody will say when to look again
 }
@@ -133,8 +133,8 @@ var softReasons = map[probe.Reason]bool{
 	probe.ReasonWrongStatus: true, probe.ReasonWrongBody: true, probe.ReasonInterrupted: true, probe.ReasonUnknown: true,
 }
 
-// probed takes the outcome of a probe of what was x's address then.
-func (p *Pool) probed(x *instance, address string, r probe.Result) {
+// probed takes the outcome of a probe that began at began, of what was x's address then.
+func (p *Pool) probed(x *instance, began time.Time, address string, r probe.Result) {
 	p.mu.Lock()
 	defer p.unlock()
 	p.probing--
@@ -144,8 +144,8 @@ func (p *Pool) probed(x *instance, address string, r probe.Result) {
 		return
 	}
 	now := time.Now()
-	if address != x.endpoint.Addr() {
-		p.probeAtLocked(x, now) // it moved meanwhile
+	if address != x.endpoint.Addr() || r.OK && x.broken && began.Before(x.brokenAt) {
+		p.probeAtLocked(x, now) // it moved, or was reported broken, meanwhile
 		return
 	}
 	p.counters.Probes++
@@ -251,7 +251,7 @@ func (p *Pool) reported(e *leases.Entry, r leases.Report) {
 func (p *Pool) doubtLocked(x *instance, r leases.Report) {
 	now := time.Now()
 	if r.Kind == leases.Broken {
-		x.broken = true
+		x.broken, x.brokenAt = true, now
 		p.later(func() {
 			p.logger.Warn("proxy was reported broken", "proxy", x.proxy, "instance", x.name, "error", r.Err)
 		})

@@ -251,25 +251,28 @@ func (p *Pool) refreshSecretsForever() {
 }
 
 func (p *Pool) refreshSecrets() {
+	declarations, _ := p.secretive()
+	if len(declarations) == 0 {
+		return
+	}
+	// A source that hangs must not hold up an Apply, so the turn to change things is taken after the reading.
+	ctx, cancel := context.WithTimeout(p.running, p.config.CallTimeout)
+	values := p.readSecrets(ctx, declarations)
+	cancel()
 	select {
 	case p.applying <- struct{}{}:
 		defer func() { <-p.applying }()
 	case <-p.running.Done():
 		return
 	}
-	p.mu.Lock()
-	var declarations []declaration
-	for _, m := range p.order {
-		if len(m.decl.refs()) > 0 {
-			declarations = append(declarations, m.decl)
+	declarations, old := p.secretive()
+	for i := range declarations {
+		for _, ref := range declarations[i].refs() {
+			if _, ok := values[ref]; !ok {
+				values[ref] = old[ref] // declared meanwhile, and read then
+			}
 		}
 	}
-	old := p.secrets
-	p.mu.Unlock()
-	if len(declarations) == 0 {
-		return
-	}
-	values := p.readSecrets(p.running, declarations)
 	if p.running.Err() != nil || sameSecrets(old, values) {
 		return
 	}
@@ -297,6 +300,19 @@ func (p *Pool) refreshSecrets() {
 		p.refreshEndpointLocked(x)
 	}
 	p.wake()
+}
+
+// secretive returns the declarations that refer to secrets, and what was last read.
+func (p *Pool) secretive() ([]declaration, map[string]secret) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var declarations []declaration
+	for _, m := range p.order {
+		if len(m.decl.refs()) > 0 {
+			declarations = append(declarations, m.decl)
+		}
+	}
+	return declarations, p.secrets
 }
 
 func sameSecrets(a, b map[string]secret) bool {

@@ -47,10 +47,11 @@ func (f *forwarder) send(r *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, f.explain(r.Context(), err)
 	}
-	if resp.StatusCode == http.StatusProxyAuthRequired {
-		// Only a proxy may answer 407, and a caller must not take its page for the target's.
+	if resp.StatusCode == http.StatusProxyAuthRequired && r.URL.Scheme == "http" && f.endpoint.Scheme != string(SchemeSOCKS5) {
+		// A caller must not take the proxy's page for the target's. It is not certain that it is the proxy's: a target
+		// may answer 407 too, and must not be able to put proxies out of service by it. Behind TLS it is the target's.
 		resp.Body.Close()
-		return nil, f.failure(upstream.KindAuth, errors.New("the proxy refused the credentials with 407"), true)
+		return nil, f.failure(upstream.KindAuth, errors.New("the proxy refused the credentials with 407"), false)
 	}
 	return resp, nil
 }
@@ -125,12 +126,17 @@ func (t *poolTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	if request.Target == "" {
 		request.Target = strings.ToLower(r.URL.Hostname())
 	}
+	var before error
 	for attempt := 0; ; attempt++ {
 		resp, err := t.try(r, &request)
 		if err == nil {
 			return resp, nil
 		}
 		failed, ok := errors.AsType[*ProxyError](err)
+		if !ok && before != nil {
+			return nil, fmt.Errorf("%w; and then: %w", before, err)
+		}
+		before = err
 		if !ok || attempt >= t.request.Retries || !repeatable(r, failed) {
 			return nil, err
 		}
@@ -299,10 +305,12 @@ func (t leaseTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	held := t.lease.Context()
 	if held.Err() != nil {
 		closeBody(r)
-		return nil, t.ended(held)
+		return nil, endOf(held, t.lease.String())
 	}
 	ctx, cancel := context.WithCancelCause(r.Context())
-	stop := context.AfterFunc(held, func() { cancel(t.ended(held)) })
+	// What waits for the lease's end must not hold on to the lease, or nobody would notice that it was dropped.
+	name := t.lease.String()
+	stop := context.AfterFunc(held, func() { cancel(endOf(held, name)) })
 	end := func() { stop(); cancel(nil) }
 	resp, err := t.lease.forwarder().send(r.WithContext(ctx))
 	if err != nil {
@@ -319,11 +327,11 @@ func (t leaseTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// ended says why the lease's context has ended.
-func (t leaseTransport) ended(held context.Context) error {
+// endOf says why a lease's context has ended.
+func endOf(held context.Context, lease string) error {
 	cause := context.Cause(held)
 	if errors.Is(cause, leases.ErrReleased) {
-		return fmt.Errorf("%w: %s", ErrReleased, t.lease)
+		return fmt.Errorf("%w: %s", ErrReleased, lease)
 	}
 	return cause
 }

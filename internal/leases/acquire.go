@@ -131,8 +131,8 @@ func (t *Table) loseLocked(ctx context.Context, w *waiter) error {
 func (t *Table) TryAcquire(req *Request, l *Lease, pc uintptr) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	_, err := t.tryLocked(req, l, pc)
-	if err != nil {
+	s, err := t.tryLocked(req, l, pc)
+	if err != nil && s != nil {
 		t.stats.Exhausted++
 	}
 	return err
@@ -142,6 +142,9 @@ func (t *Table) TryAcquire(req *Request, l *Lease, pc uintptr) error {
 func (t *Table) tryLocked(req *Request, l *Lease, pc uintptr) (*shape, error) {
 	if t.refused != nil {
 		return nil, t.refused
+	}
+	if t.stats.Waiting > 0 && len(t.cooling.ends) > 0 {
+		t.warmLocked(time.Now()) // those who wait for the end of a cool-down come first
 	}
 	s := t.shapeLocked(req.Labels)
 	var e *Entry
@@ -195,14 +198,16 @@ func (t *Table) suitsLocked(e *Entry, req *Request) bool {
 	return true
 }
 
-// possibleLocked reports whether some entry or some declared proxy could ever serve req.
+// possibleLocked reports whether some declared proxy could ever serve req, or some entry before SetWanted.
 func (t *Table) possibleLocked(req *Request, s *shape) bool {
 	usable := func(proxy string, labels map[string]string, maxLeases int) bool {
 		return maxLeases > 0 && s.matches(labels) && !slices.Contains(req.Exclude, proxy)
 	}
-	for _, e := range t.entries {
-		if m := &e.member; !e.draining && usable(m.Proxy, m.Labels, m.MaxLeases) {
-			return true
+	if t.wanted == nil {
+		for _, e := range t.entries {
+			if m := &e.member; !e.draining && usable(m.Proxy, m.Labels, m.MaxLeases) {
+				return true
+			}
 		}
 	}
 	for i := range t.wanted {

@@ -58,4 +58,13 @@ func (b *bindings) bind(key string, e *Entry) (moved bool) {
 	return moved
 }
 
+// forget lets go of an entry that is gone. Its keys are remembered, so that their next leases say that they moved.
+func (b *bindings) forget(e *Entry) {
+	for _, x := range b.byKey {
+		if x.entry == e {
+			x.entry = nil
+		}
+	}
+}
+
 func (b *bindings) empty() bool { return len(b.byKey) == 0 }

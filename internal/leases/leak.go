@@ -24,6 +24,7 @@ func (t *Table) armLocked() {
 // large table does not hold up its callers.
 func (t *Table) age() {
 	const stride = 1024
+	t.reclaimDropped()
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	epoch := t.epoch
@@ -42,7 +43,7 @@ func (t *Table) age() {
 		}
 	}
 	t.armed = false
-	if t.young > 0 && !t.closed {
+	if t.young+t.aged > 0 && !t.closed {
 		t.armLocked()
 	}
 }
@@ -53,27 +54,45 @@ func (t *Table) letGoLocked(l *Lease) {
 	t.unlinkLocked(l)
 	r := l.recordLocked()
 	r.aged = true
+	t.aged++
 	if r.next = e.aged; r.next != nil {
 		r.next.prev = r
 	}
 	e.aged = r
-	r.leak = runtime.AddCleanup(l, t.reclaim, r)
+	r.leak = runtime.AddCleanup(l, t.drop, r)
 }
 
-// reclaim takes back a lease that nobody can release any more.
-func (t *Table) reclaim(r *record) {
+// drop is called by the collector for a lease that nobody can release any more. It only takes a note: the collector's
+// goroutine belongs to no bubble of testing/synctest, and what ends a lease may close a channel that does.
+func (t *Table) drop(r *record) {
 	t.mu.Lock()
-	if r.over {
-		t.mu.Unlock()
-		return
+	defer t.mu.Unlock()
+	if !r.over {
+		t.dropped = append(t.dropped, r)
 	}
-	t.stats.Leaked++
-	end := t.endRecordLocked(r, nil)
-	leak := Leak{Member: r.entry.member, PC: r.pc, Stack: r.stack}
+}
+
+// reclaimDropped takes back the leases that were dropped.
+func (t *Table) reclaimDropped() {
+	t.mu.Lock()
+	dropped := t.dropped
+	t.dropped = nil
+	var leaks []Leak
+	var list ended
+	for _, r := range dropped {
+		if r.over {
+			continue
+		}
+		t.stats.Leaked++
+		list = append(list, t.endRecordLocked(r, nil))
+		leaks = append(leaks, Leak{Member: r.entry.member, PC: r.pc, Stack: r.stack})
+	}
 	t.mu.Unlock()
-	ended{end}.finish(ErrReleased)
+	list.finish(ErrReleased)
 	if t.hooks.Leaked != nil {
-		t.hooks.Leaked(leak)
+		for _, leak := range leaks {
+			t.hooks.Leaked(leak)
+		}
 	}
 }
 

@@ -87,7 +87,7 @@ func (t *Table) grantLocked(e *Entry, req *Request, l *Lease, pc uintptr) {
 		r := l.record
 		r.ttl = time.AfterFunc(req.TTL, func() { t.expire(r) })
 	}
-	if !t.armed && t.young > 0 {
+	if !t.armed {
 		t.armLocked()
 	}
 }
@@ -159,6 +159,7 @@ func (t *Table) endRecordLocked(r *record, cause error) end {
 	e := r.entry
 	r.over = true
 	r.cause = cause
+	t.aged--
 	if r.prev != nil {
 		r.prev.next = r.next
 	} else {

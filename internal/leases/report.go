@@ -2,6 +2,7 @@ package leases
 
 import (
 	"container/heap"
+	"slices"
 	"time"
 )
 
@@ -83,10 +84,13 @@ func (t *Table) coolLocked(e *Entry, target string, d time.Duration) {
 	if e.cool == nil {
 		e.cool = map[string]time.Time{}
 	}
+	_, again := e.cool[target]
 	e.cool[target] = until
-	heap.Push(&t.cooling.ends, coolEnd{until, e, target})
-	if t.cooling.ends[0].at.Equal(until) {
-		t.armCoolingLocked(d)
+	if !again { // else the end that is in the heap is put off when its time comes
+		heap.Push(&t.cooling.ends, coolEnd{until, e, target})
+		if t.cooling.ends[0].at.Equal(until) {
+			t.armCoolingLocked(d)
+		}
 	}
 	// Who waited for this entry because of a key may go elsewhere now.
 	t.freeKeyedLocked(e)
@@ -105,17 +109,34 @@ func (t *Table) warm() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := time.Now()
-	for len(t.cooling.ends) > 0 && !now.Before(t.cooling.ends[0].at) {
-		end := heap.Pop(&t.cooling.ends).(coolEnd)
-		// A longer cool-down may have been set since; it has an end of its own.
-		if until, ok := end.entry.cool[end.target]; ok && !now.Before(until) {
-			delete(end.entry.cool, end.target)
-			t.dispatchLocked(end.entry)
-		}
-	}
+	t.warmLocked(now)
 	if len(t.cooling.ends) > 0 && !t.closed {
 		t.armCoolingLocked(t.cooling.ends[0].at.Sub(now))
 	}
+}
+
+func (t *Table) warmLocked(now time.Time) {
+	for len(t.cooling.ends) > 0 && !now.Before(t.cooling.ends[0].at) {
+		end := heap.Pop(&t.cooling.ends).(coolEnd)
+		until := end.entry.cool[end.target]
+		if now.Before(until) { // a longer cool-down was set since
+			end.at = until
+			heap.Push(&t.cooling.ends, end)
+			continue
+		}
+		delete(end.entry.cool, end.target)
+		t.dispatchLocked(end.entry)
+	}
+}
+
+// forgetCoolingLocked drops the cool-downs of an entry that is gone.
+func (t *Table) forgetCoolingLocked(e *Entry) {
+	if len(e.cool) == 0 {
+		return
+	}
+	e.cool = nil
+	t.cooling.ends = slices.DeleteFunc(t.cooling.ends, func(end coolEnd) bool { return end.entry == e })
+	heap.Init(&t.cooling.ends)
 }
 
 // Cooling returns the targets that e is cooling down for and until when.

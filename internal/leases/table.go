@@ -65,7 +65,9 @@ type Table struct {
 	onEmpty []chan struct{} // closed when no lease is held any more
 	seq     uint64
 	epoch   uint32
-	young   int // leases that the table keeps alive
+	young   int       // leases that the table keeps alive
+	aged    int       // leases that the collector watches
+	dropped []*record // aged leases that were collected
 	aging   *time.Timer
 	armed   bool // aging will fire
 	closed  bool
@@ -193,15 +195,20 @@ func (e *Entry) Update(labels map[string]string, maxLeases int) {
 	if e.index < 0 {
 		return
 	}
+	unbound := maxLeases == 0 && e.max > 0
 	e.max = maxLeases
 	e.member.MaxLeases = maxLeases
 	if !maps.Equal(labels, e.member.Labels) {
 		e.member.Labels = labels
 		t.leaveShapesLocked(e)
 		t.joinShapesLocked(e)
+		unbound = true
 	}
 	t.placeLocked(e)
 	t.dispatchLocked(e)
+	if unbound {
+		t.freeKeyedLocked(e)
+	}
 }
 
 // Drain ends new leases for good. Those held go on; Hooks.Idle is called when the last is gone, or at once.
@@ -247,7 +254,8 @@ func (e *Entry) Remove(cause error) {
 	e.index = -1
 	t.leaveShapesLocked(e)
 	t.all.size--
-	e.cool = nil
+	t.forgetCoolingLocked(e)
+	t.keys.forget(e)
 	revoked := t.revokeAllLocked(e, cause, nil)
 	t.freeKeyedLocked(e)
 	t.mu.Unlock()
@@ -266,7 +274,7 @@ type Wanted struct {
 func (t *Table) SetWanted(wanted []Wanted) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.wanted = wanted
+	t.wanted = append(make([]Wanted, 0, len(wanted)), wanted...) // not nil, even when empty
 	var hopeless []*waiter
 	t.eachWaiterLocked(func(w *waiter) {
 		if !t.possibleLocked(&w.req, w.shape) {

@@ -105,6 +105,8 @@ type Provider struct {
 	Full bool
 	// Denied is true while its credentials are refused.
 	Denied bool
+	// Creating counts the creates under way for proxies that are not wanted any more.
+	Creating int
 }
 
 // Limits are the rules of the pool. All are set.
@@ -142,6 +144,7 @@ const (
 	Look                     // ask the provider for Instance
 	Drain                    // no more leases on Instance
 	Delete                   // revoke what is held on Instance and ask for its removal
+	Revoke                   // revoke what is held on Instance; its removal has to wait
 )
 
 // Action is one thing to do.
@@ -339,6 +342,9 @@ func (p *planner) suspected() bool { return !p.out.SuspectSince.IsZero() }
 // count adds up what each provider bears.
 func (p *planner) count() {
 	p.load = make([]load, len(p.Providers))
+	for i := range p.Providers {
+		p.load[i] = load{live: p.Providers[i].Creating, booting: p.Providers[i].Creating}
+	}
 	for i := range p.Proxies {
 		want := &p.Proxies[i]
 		if want.Provider < 0 {
@@ -550,6 +556,8 @@ func (p *planner) finish(k int, why Why) {
 	case x.Leases > 0 && !p.after(x.DrainingSince.Add(p.Limits.DrainDeadline)):
 	case !x.Busy && p.fresh(x.Provider):
 		p.act(Action{Kind: Delete, Instance: k, Why: why})
+	case x.Leases > 0:
+		p.act(Action{Kind: Revoke, Instance: k, Why: why})
 	}
 }
 

@@ -46,7 +46,7 @@ func describe(in Input, out Output) string {
 		case Create:
 			s += fmt.Sprintf("create %d/%d (%s); ", a.Proxy, a.Generation, a.Why)
 		default:
-			s += fmt.Sprintf("%s %s (%s); ", [...]string{"", "look", "drain", "delete"}[a.Kind], in.Instances[a.Instance].ID, a.Why)
+			s += fmt.Sprintf("%s %s (%s); ", [...]string{"", "look", "drain", "delete", "revoke"}[a.Kind], in.Instances[a.Instance].ID, a.Why)
 		}
 	}
 	return s
@@ -96,6 +96,15 @@ func TestDecisions(t *testing.T) {
 			in.Instances[0].Leases, in.Instances[0].DrainingSince = 1, ago(5*time.Minute)
 			in.Instances = append(in.Instances, fitInstance(0, 2))
 		}, "delete i-0-1 (replaced); ", "Ready"},
+		{"leases are revoked at the deadline even where nothing can be deleted", func(in *Input) {
+			in.Instances[0].Leases, in.Instances[0].DrainingSince = 1, ago(5*time.Minute)
+			in.Instances = append(in.Instances, fitInstance(0, 2))
+			in.Providers[0].Fresh = false
+		}, "revoke i-0-1 (replaced); ", "Ready"},
+		{"creates under way for what is not wanted any more count", func(in *Input) {
+			in.Instances = in.Instances[1:]
+			in.Providers[0].Creating = 2
+		}, "", "Pending"},
 		{"leases are waited for before the deadline", func(in *Input) {
 			in.Instances[0].Leases, in.Instances[0].DrainingSince = 1, ago(4*time.Minute)
 			in.Instances = append(in.Instances, fitInstance(0, 2))
@@ -272,7 +281,7 @@ func random(r *rand.Rand) Input {
 	}
 	yes := func(outOf int) bool { return r.IntN(outOf) == 0 }
 	for range 1 + r.IntN(3) {
-		in.Providers = append(in.Providers, Provider{Fresh: !yes(4), NotBefore: at(), Full: yes(4), Denied: yes(8)})
+		in.Providers = append(in.Providers, Provider{Fresh: !yes(4), NotBefore: at(), Full: yes(4), Denied: yes(8), Creating: r.IntN(3) / 2})
 	}
 	for i := range n {
 		in.Proxies = append(in.Proxies, Proxy{
@@ -323,6 +332,9 @@ func check(t *testing.T, in Input) {
 	}
 	creates := map[int]int{}
 	size, live := make([]int, len(in.Providers)), make([]int, len(in.Providers))
+	for i := range in.Providers {
+		live[i] = in.Providers[i].Creating
+	}
 	for i := range in.Proxies {
 		if p := in.Proxies[i].Provider; p >= 0 {
 			size[p]++
@@ -341,7 +353,7 @@ func check(t *testing.T, in Input) {
 		}
 		touched[a.Instance] = true
 		x := &in.Instances[a.Instance]
-		if x.Busy && a.Kind != Drain {
+		if x.Busy && a.Kind != Drain && a.Kind != Revoke {
 			t.Fatalf("action %d on a busy instance", a.Kind)
 		}
 		if a.Kind == Delete && x.Provider >= 0 && !in.Providers[x.Provider].Fresh {
