@@ -439,7 +439,7 @@ func TestANewcomerDoesNotOvertakeAtTheEndOfACoolDown(t *testing.T) {
 		ps[0].MaxLeases = ptr(1)
 		p := started(t, f, nil, ps...)
 		waitReady(t, p, 1)
-		// sleeper's timer is older than the cool-down's, so it runs first at the same instant
+		// This timer is older than the cool-down's, so it may run first at the same instant.
 		begin := time.Now()
 		newcomer := make(chan error, 1)
 		go func() {
@@ -456,6 +456,7 @@ func TestANewcomerDoesNotOvertakeAtTheEndOfACoolDown(t *testing.T) {
 		go func() {
 			l, err := p.Acquire(t.Context(), Request{Target: "s"})
 			if err == nil {
+				time.Sleep(500 * time.Millisecond)
 				l.Release()
 			}
 		}()
@@ -466,7 +467,6 @@ func TestANewcomerDoesNotOvertakeAtTheEndOfACoolDown(t *testing.T) {
 	})
 }
 
-// With a drain deadline over, a held lease of a proxy whose delete fails for ever etc.
 func TestAnUnknownOutcomeIsNotRepeatedBeforeAList(t *testing.T) {
 	inBubble(t, func(t *testing.T) {
 		f := fake.New(fake.Config{CreateTime: 15 * time.Second})

@@ -42,10 +42,16 @@ func runStages(t *testing.T, userData, vendorData []byte) stages {
 			t.Fatal(err)
 		}
 	}
-	write(seedDir, "meta-data", meta, 0o600)
-	write(seedDir, "user-data", userData, 0o600)
-	if vendorData != nil {
-		write(seedDir, "vendor-data", vendorData, 0o600)
+	// The documents travel in the image, as they do to a guest; only the mounting is libisoburn's, since not every kernel
+	// that tests run on has the driver.
+	image, err := Seed{UserData: userData, MetaData: meta, VendorData: vendorData}.ISO()
+	if err != nil {
+		t.Fatal(err)
+	}
+	write(stubs, "seed.iso", image, 0o600)
+	extract := exec.Command(tool(t, "xorriso"), "-osirrox", "on", "-indev", filepath.Join(stubs, "seed.iso"), "-extract", "/", seedDir)
+	if text, err := extract.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, text)
 	}
 	for _, name := range []string{"apt-get", "systemctl", "eatmydata"} {
 		run := ""
