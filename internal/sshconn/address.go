@@ -17,7 +17,7 @@ const defaultPort = 22
 type Address struct {
 	// User is empty when the text named none.
 	User string
-	// Host is a name or an IP address, in lower case as in known_hosts, without brackets.
+	// Host is a name or an IP address, in lower case as in known_hosts, without brackets. An IPv6 zone keeps its case.
 	Host string
 	// Port is 22 when the text named none.
 	Port int
@@ -85,14 +85,16 @@ func ParseAddress(text string) (Address, error) {
 	default:
 		a.Host = rest
 	}
-	a.Host = strings.ToLower(a.Host)
 	if strings.Contains(a.Host, ":") {
+		if ip, zone, ok := strings.Cut(a.Host, "%25"); ok && isURL {
+			a.Host = ip + "%" + zone // RFC 6874
+		}
 		ip, err := netip.ParseAddr(a.Host)
-		if err != nil {
+		if err != nil || (ip.Zone() != "" && !isHostName(strings.ToLower(ip.Zone()))) {
 			return Address{}, fmt.Errorf("sshconn: address %q: %q is not an IPv6 address", rest, a.Host)
 		}
 		a.Host = ip.String()
-	} else if !isHostName(a.Host) {
+	} else if a.Host = strings.ToLower(a.Host); !isHostName(a.Host) {
 		return Address{}, fmt.Errorf("sshconn: address %q: %q is not a host name, want letters, digits, dots, dashes and underscores", rest, a.Host)
 	}
 	if port != "" {

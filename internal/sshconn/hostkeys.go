@@ -2,6 +2,7 @@ package sshconn
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -151,8 +152,20 @@ func (k *hostKeys) algorithms(without []string) []string {
 	all := slices.DeleteFunc(ssh.SupportedAlgorithms().HostKeys, func(algorithm string) bool {
 		return slices.Contains(without, keyType(algorithm))
 	})
-	slices.SortStableFunc(all, func(a, b string) int { return rank(a) - rank(b) })
+	slices.SortStableFunc(all, func(a, b string) int { return cmp.Or(rank(a)-rank(b), taste(a)-taste(b)) })
 	return all
+}
+
+// taste orders what nothing is known about as OpenSSH does, so that both show the same key of a new host.
+func taste(algorithm string) int {
+	switch keyType(algorithm) {
+	case ssh.KeyAlgoED25519:
+		return 0
+	case ssh.KeyAlgoRSA:
+		return 2
+	default:
+		return 1
+	}
 }
 
 // keyType returns the type of key that signs with algorithm, leaving certificates aside.
