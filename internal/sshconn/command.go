@@ -11,6 +11,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/crypto/ssh"
@@ -61,6 +62,7 @@ func (c *Client) Start(ctx context.Context, command string) (*Command, error) {
 		}
 		if cmd != nil {
 			cmd.run(reqs)
+			c.sessions.open.Add(-1)
 		}
 	})
 	if err != nil {
@@ -76,19 +78,20 @@ func (c *Client) Start(ctx context.Context, command string) (*Command, error) {
 }
 
 const (
-	// maxLoneRefusals is how often a session is asked for again when none of ours is open, for a server that still counts
-	// one that has just ended.
-	maxLoneRefusals = 3
-	refusalPause    = 100 * time.Millisecond
-	// crowdedPause is how long to wait for a session of ours to end before asking again; other people's count too.
-	crowdedPause = 2 * time.Second
+	// A refused session is asked for again after firstRefusalPause, then after twice that, and so on up to
+	// maxRefusalPause: sshd counts a session until it has reaped the command, a little after we have seen its end.
+	firstRefusalPause = 20 * time.Millisecond
+	maxRefusalPause   = 500 * time.Millisecond
+	// maxLoneRefusals is how many refusals in a row, while no session of ours is open, are the server's last word. They
+	// take about a second.
+	maxLoneRefusals = 6
 )
 
 // exec opens a session, waiting when the server has no room for one, and starts the command in it.
 func (c *Client) exec(ctx context.Context, command string) (*Command, <-chan *ssh.Request, error) {
-	lone := 0
+	pause, lone := firstRefusalPause, 0
 	for {
-		freed := c.sessions.next()
+		freed := c.sessions.freedNext()
 		ch, reqs, err := c.server().OpenChannel("session", nil)
 		var refused *ssh.OpenChannelError
 		switch {
@@ -97,31 +100,35 @@ func (c *Client) exec(ctx context.Context, command string) (*Command, <-chan *ss
 		case !errors.As(err, &refused):
 			return nil, nil, c.explain("opening a session", err)
 		}
-		pause := crowdedPause
-		if c.sessions.alone() {
-			if lone++; lone > maxLoneRefusals {
-				return nil, nil, fmt.Errorf("sshconn: %s: the server opens no session (MaxSessions 0, or a limit of the user?): %w", c.address, err)
-			}
-			pause, freed = refusalPause, nil
+		lone++
+		if c.sessions.open.Load() > 0 {
+			lone = 0
+		}
+		if lone == maxLoneRefusals {
+			return nil, nil, fmt.Errorf("sshconn: %s: the server opens no session (MaxSessions 0, or commands that outlived theirs?): %w", c.address, err)
 		}
 		timer := time.NewTimer(pause/2 + rand.N(pause))
 		select {
 		case <-freed:
+			pause = firstRefusalPause
 		case <-timer.C:
+			pause = min(2*pause, maxRefusalPause)
 		case <-ctx.Done():
-			timer.Stop()
-			return nil, nil, fmt.Errorf("sshconn: %s: waiting for a session: %w", c.address, ended(ctx))
+			err = fmt.Errorf("sshconn: %s: waiting for a session: %w", c.address, ended(ctx))
 		case <-c.done:
-			timer.Stop()
-			return nil, nil, c.Err()
+			err = c.Err()
 		}
 		timer.Stop()
+		if ctx.Err() != nil || c.Err() != nil {
+			return nil, nil, err
+		}
 	}
 }
 
 func (c *Client) execIn(ch ssh.Channel, reqs <-chan *ssh.Request, command string) (*Command, <-chan *ssh.Request, error) {
 	ok, err := ch.SendRequest("exec", true, ssh.Marshal(struct{ Command string }{command}))
 	if err == nil && ok {
+		c.sessions.open.Add(1)
 		return &Command{client: c, ch: ch, done: make(chan struct{})}, reqs, nil
 	}
 	ch.Close()
@@ -179,8 +186,9 @@ func (cmd *Command) Write(p []byte) (int, error) { return cmd.ch.Write(p) }
 // CloseWrite ends the command's standard input.
 func (cmd *Command) CloseWrite() error { return cmd.ch.CloseWrite() }
 
-// Close ends the command with SIGKILL, as far as the server passes it on, and its session. It doesn't wait for either,
-// and may be called again and after the command's end. It returns nil.
+// Close ends the command's session, and asks the server to kill the command. sshd does that for users other than root;
+// for root it closes the command's input and output only, so a command that does neither reads nor writes lives on. Close
+// waits for nothing, and may be called again and after the command's end. It returns nil.
 func (cmd *Command) Close() error {
 	cmd.closed.Do(func() {
 		// Sending may wait when the network takes nothing. When the connection is gone there is nothing to end.
@@ -239,9 +247,9 @@ func (commandAddr) Network() string  { return "ssh" }
 func (a commandAddr) String() string { return string(a) }
 
 // Run runs a command with what stdin gives, which may be nil for nothing, and returns what it wrote, standard error up
-// to 64 KiB. It blocks until the command has ended and its output has arrived, or until ctx ends: the command is then
-// killed, as far as the server passes that on. A secret belongs into stdin, never into the command, which every user of
-// the server can see. stdin's Read may be called after Run has returned, once, and must return by itself.
+// to 64 KiB. It blocks until the command has ended and its output has arrived, or until ctx ends: then the command is
+// ended as by [Command.Close]. A secret belongs into stdin, never into the command, which every user of the server can
+// see. A Read of stdin may still be under way when Run has returned, and must return by itself.
 //
 // Errors: *ExitError, beside which the output is returned too; ErrOutputTooLong; one that matches ctx's; why the
 // connection ended.
@@ -319,6 +327,7 @@ func printable(s string, n int) string {
 // sessions hands out the right to have a session open.
 type sessions struct {
 	tokens chan struct{}
+	open   atomic.Int64 // how many are open
 
 	// mu guards freed, which is closed and made anew whenever a session ends.
 	mu    sync.Mutex
@@ -354,12 +363,9 @@ func (s *sessions) give() {
 	s.freed = make(chan struct{})
 }
 
-// next returns the channel that is closed when the next session ends.
-func (s *sessions) next() <-chan struct{} {
+// freedNext returns the channel that is closed when the next session ends.
+func (s *sessions) freedNext() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.freed
 }
-
-// alone reports whether the caller's token is the only one out.
-func (s *sessions) alone() bool { return len(s.tokens) <= 1 }
