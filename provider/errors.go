@@ -54,6 +54,7 @@ const (
 	ReasonCertificateInvalid     Reason = "CertificateInvalid" // also an unknown or changed SSH host key
 	ReasonCredentialsUnavailable Reason = "CredentialsUnavailable"
 	ReasonStorageNotFound        Reason = "StorageNotFound"
+	ReasonNetworkNotFound        Reason = "NetworkNotFound"
 	ReasonTemplateNotFound       Reason = "TemplateNotFound"
 	ReasonImageNotFound          Reason = "ImageNotFound"
 	ReasonInsufficientCapacity   Reason = "InsufficientCapacity"

@@ -1,0 +1,185 @@
+package vmhost
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	golibvirt "github.com/digitalocean/go-libvirt"
+
+	"crawl.example.com/egress/internal/libvirt"
+	"crawl.example.com/egress/provider"
+)
+
+// undefineFlags remove what hangs on a domain besides its disks. Without them libvirt refuses to undefine what has it.
+const undefineFlags = golibvirt.DomainUndefineNvram | golibvirt.DomainUndefineManagedSave |
+	golibvirt.DomainUndefineSnapshotsMetadata | golibvirt.DomainUndefineCheckpointsMetadata
+
+// Delete removes an instance with all that belongs to it. It blocks until it is gone, within ctx. Errors are
+// *provider.Error.
+func (h *Host) Delete(ctx context.Context, id string) error {
+	return h.wrap("delete", id, h.delete(ctx, id))
+}
+
+func (h *Host) delete(ctx context.Context, id string) error {
+	u, ok := parseUUID(id)
+	if !ok {
+		return fault(provider.ErrNotFound, provider.ReasonUnknown, "id %q was never given", id)
+	}
+	dom, who, err := h.find(ctx, u)
+	if err != nil {
+		return err
+	}
+	unlock, err := h.lock(ctx, dom.Name)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	defer h.note(h.removing, dom.Name)()
+	err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
+		// Who had the lock before may have removed it, or finished it.
+		again, err := lookUp(s, u)
+		if err != nil {
+			return err
+		}
+		if who, err = h.identify(s, again); err != nil {
+			return err
+		}
+		return h.removeDomain(ctx, s, again, who, h.config.ShutdownGrace)
+	})
+	if err != nil {
+		if f := judge(err); errors.Is(f.Kind, provider.ErrNotFound) {
+			return f
+		}
+		return begun(err)
+	}
+	h.log().Info("instance deleted", "instance", dom.Name)
+	return nil
+}
+
+// find returns the domain with that UUID, which is ours.
+func (h *Host) find(ctx context.Context, u uuid) (dom golibvirt.Domain, who identity, err error) {
+	err = h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+		if dom, err = lookUp(s, u); err != nil {
+			return err
+		}
+		who, err = h.identify(s, dom)
+		return err
+	})
+	if err == nil && !who.ours {
+		err = fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
+	}
+	return dom, who, err
+}
+
+func lookUp(s *libvirt.Session, u uuid) (golibvirt.Domain, error) {
+	dom, err := s.DomainLookupByUUID(u)
+	if libvirt.Code(err) == golibvirt.ErrNoDomain {
+		return dom, fault(provider.ErrNotFound, provider.ReasonUnknown, "there is no domain with the UUID %s", formatUUID(u))
+	}
+	return dom, err
+}
+
+// removeDomain removes a domain that is ours. Its files go before it does, so that what fails half way is asked for again.
+// Each step takes it for done when it was done before.
+func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, who identity, grace time.Duration) error {
+	if !who.ours {
+		return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
+	}
+	if grace > 0 {
+		if err := shutDown(ctx, s, dom, grace); err != nil {
+			return err
+		}
+	}
+	if err := s.DomainDestroyFlags(dom, golibvirt.DomainDestroyDefault); err != nil {
+		switch libvirt.Code(err) {
+		case golibvirt.ErrNoDomain, golibvirt.ErrOperationInvalid: // gone, or not running
+		default:
+			return err
+		}
+	}
+	if err := removeFiles(s, who.Pool, who.Prefix); err != nil {
+		return err
+	}
+	if err := s.DomainUndefineFlags(dom, undefineFlags); err != nil && libvirt.Code(err) != golibvirt.ErrNoDomain {
+		return err
+	}
+	h.mu.Lock()
+	delete(h.known, dom.UUID)
+	delete(h.agent, dom.UUID)
+	h.mu.Unlock()
+	return nil
+}
+
+// shutDown asks the guest to switch itself off and waits as long as grace. The power button is pressed, since asking the
+// guest agent blocks for 30 s when that hangs.
+func shutDown(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, grace time.Duration) error {
+	err := s.DomainShutdownFlags(dom, golibvirt.DomainShutdownAcpiPowerBtn)
+	if err != nil {
+		if libvirt.Code(err) == 0 {
+			return err
+		}
+		return nil // not running, or it can't
+	}
+	deadline := time.NewTimer(grace)
+	defer deadline.Stop()
+	poll := time.NewTicker(500 * time.Millisecond)
+	defer poll.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-deadline.C:
+			return nil
+		case <-poll.C:
+		}
+		state, _, err := s.DomainGetState(dom, 0)
+		if err != nil {
+			if libvirt.Code(err) == golibvirt.ErrNoDomain {
+				return nil
+			}
+			return err
+		}
+		if golibvirt.DomainState(state) == golibvirt.DomainShutoff {
+			return nil
+		}
+	}
+}
+
+// removeFiles deletes every volume whose name begins with prefix. The pool is read anew first: it does not know of the
+// serial log, which QEMU made.
+func removeFiles(s *libvirt.Session, poolName, prefix string) error {
+	pool, _, err := findPool(s, poolName)
+	if err != nil {
+		return err
+	}
+	if err := s.StoragePoolRefresh(pool, 0); err != nil {
+		return fmt.Errorf("read the pool %s anew: %w", poolName, err)
+	}
+	volumes, _, err := s.StoragePoolListAllVolumes(pool, 1, 0)
+	if err != nil {
+		return err
+	}
+	for _, v := range volumes {
+		if !strings.HasPrefix(v.Name, prefix) {
+			continue
+		}
+		if err := deleteVolume(s, v); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func deleteVolume(s *libvirt.Session, v golibvirt.StorageVol) error {
+	err := s.StorageVolDelete(v, 0)
+	if libvirt.Code(err) == golibvirt.ErrNoStorageVol {
+		return nil
+	}
+	if libvirt.Code(err) == golibvirt.ErrSystemError && strings.Contains(err.Error(), "No such file") {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,173 @@
+package vmhost
+
+import (
+	"context"
+	"fmt"
+
+	golibvirt "github.com/digitalocean/go-libvirt"
+
+	"crawl.example.com/egress/internal/libvirt"
+	"crawl.example.com/egress/provider"
+)
+
+// hostReserveMiB is the memory that is left to the host itself when nothing else is configured.
+const hostReserveMiB = 512
+
+// promise is what a create that is under way is going to use.
+type promise struct {
+	memoryMiB, cpus int
+}
+
+// Usage is what a host has and what of it is spoken for, by whomever.
+type Usage struct {
+	// Instances are the domains that carry our mark, of any owner, and the creates under way.
+	Instances int
+	// MemoryMiB and CPUs are what all domains may use, running or not, and the creates under way.
+	MemoryMiB, CPUs int
+	// TotalMemoryMiB and TotalCPUs are what there is to give.
+	TotalMemoryMiB, TotalCPUs int
+	// FreeBytes is what the storage pool has left above its reserve.
+	FreeBytes int64
+}
+
+// Room reports what is in use, and why an instance of that plan does not fit, or nothing when it does. Creates by
+// others are taken into account as far as they are known.
+func (h *Host) Room(ctx context.Context, plan *Plan) (Usage, string, error) {
+	used, names, err := h.usage(ctx)
+	if err != nil {
+		return used, "", h.wrap("create", "", err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.addPromisesLocked(&used, names, "")
+	return used, h.lacking(used, plan), nil
+}
+
+// promise makes sure that there is room for an instance and keeps it until release is called.
+func (h *Host) promise(ctx context.Context, name string, plan *Plan) (release func(), err error) {
+	used, names, err := h.usage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.addPromisesLocked(&used, names, name)
+	if why := h.lacking(used, plan); why != "" {
+		return nil, fault(provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "%s", why)
+	}
+	h.promises[name] = promise{plan.MemoryMiB, plan.CPUs}
+	return func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		delete(h.promises, name)
+	}, nil
+}
+
+// addPromisesLocked adds the creates whose domains are not among names yet.
+func (h *Host) addPromisesLocked(used *Usage, names map[string]bool, except string) {
+	for name, p := range h.promises {
+		if name != except && !names[name] {
+			used.Instances++
+			used.MemoryMiB += p.memoryMiB
+			used.CPUs += p.cpus
+		}
+	}
+}
+
+func (h *Host) lacking(used Usage, plan *Plan) string {
+	c := h.config
+	switch {
+	case c.MaxInstances > 0 && used.Instances >= c.MaxInstances:
+		return fmt.Sprintf("%d of MaxInstances %d are there", used.Instances, c.MaxInstances)
+	case c.MaxCPUs > 0 && used.CPUs+plan.CPUs > c.MaxCPUs:
+		return fmt.Sprintf("%d of MaxCPUs %d are spoken for, and %d are wanted", used.CPUs, c.MaxCPUs, plan.CPUs)
+	case used.TotalMemoryMiB > 0 && used.MemoryMiB+plan.MemoryMiB > used.TotalMemoryMiB:
+		return fmt.Sprintf("%d of %d MiB of memory are spoken for, and %d are wanted", used.MemoryMiB, used.TotalMemoryMiB, plan.MemoryMiB)
+	case used.FreeBytes <= 0:
+		return fmt.Sprintf("the storage pool %s has less than MinFreeGiB %d free", c.Pool, c.MinFreeGiB)
+	}
+	return ""
+}
+
+// usage asks the host. Besides it returns the names of all domains.
+func (h *Host) usage(ctx context.Context) (used Usage, names map[string]bool, err error) {
+	err = h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+		used, names = Usage{TotalMemoryMiB: h.config.MaxMemoryMiB, TotalCPUs: h.config.MaxCPUs}, map[string]bool{}
+		records, err := s.ConnectGetAllDomainStats(nil, statsState|statsBalloon|statsVCPU, statsNowait)
+		if err != nil {
+			return err
+		}
+		for _, r := range records {
+			names[r.Dom.Name] = true
+			who, err := h.identify(s, r.Dom)
+			if err != nil && libvirt.Code(err) == 0 {
+				return err
+			}
+			if who.ours {
+				used.Instances++
+			}
+			used.MemoryMiB += int(number(r.Params, "balloon.maximum") >> 10)
+			used.CPUs += int(number(r.Params, "vcpu.maximum"))
+		}
+		if err := h.totals(s, &used); err != nil {
+			return err
+		}
+		pool, _, err := findPool(s, h.config.Pool)
+		if err != nil {
+			return err
+		}
+		_, _, _, available, err := s.StoragePoolGetInfo(pool)
+		used.FreeBytes = int64(available) - h.reserve()
+		return err
+	})
+	return used, names, err
+}
+
+// totals fills in what the host has, where the configuration sets no bounds.
+func (h *Host) totals(s *libvirt.Session, used *Usage) error {
+	if used.TotalCPUs == 0 {
+		_, _, cpus, _, _, _, _, _, err := s.NodeGetInfo()
+		if err != nil {
+			return err
+		}
+		used.TotalCPUs = int(cpus)
+	}
+	if used.TotalMemoryMiB > 0 {
+		return nil
+	}
+	// NodeGetInfo adds up the memory of the NUMA nodes, which comes out wrong in some virtual machines.
+	const allCells = -1
+	_, n, err := s.NodeGetMemoryStats(0, allCells, 0)
+	if err != nil {
+		return err
+	}
+	stats, _, err := s.NodeGetMemoryStats(n, allCells, 0)
+	if err != nil {
+		return err
+	}
+	for _, stat := range stats {
+		if stat.Field == "total" {
+			used.TotalMemoryMiB = max(int(stat.Value>>10)-hostReserveMiB, 0)
+		}
+	}
+	return nil
+}
+
+func number(params []golibvirt.TypedParam, name string) uint64 {
+	for _, p := range params {
+		if p.Field != name {
+			continue
+		}
+		switch v := p.Value.I.(type) {
+		case int32:
+			return uint64(max(v, 0))
+		case uint32:
+			return uint64(v)
+		case int64:
+			return uint64(max(v, 0))
+		case uint64:
+			return v
+		}
+	}
+	return 0
+}
