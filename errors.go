@@ -82,7 +82,7 @@ type RevokedError struct {
 	Proxy, Instance string
 	// Reason says why: "ttl", "drain deadline", "removed", "replaced", "gone", "closed", "address or credentials
 	// changed", or why the instance had to go at once: "unhealthy", "boot timeout", "stopped", "failed", "drift", "age",
-	// "refresh".
+	// "refresh", "evacuate".
 	Reason string
 	// Err is ErrClosed when the pool was closed, else nil.
 	Err error

@@ -135,7 +135,7 @@ func (p *Pool) takeListLocked(s *source, found []provider.Instance, partial *pro
 		}
 	}
 	for _, x := range p.instances {
-		if x.source != s || seen[x.key.id] || !x.firstSeen.Before(began) {
+		if x.source != s || seen[x.id] || !x.firstSeen.Before(began) {
 			continue
 		}
 		if partial != nil && (x.host == "" || partial.Missing(x.host)) {
@@ -167,7 +167,7 @@ func (p *Pool) oddLocked(s *source, what, id string) {
 // adoptLocked starts to know an instance.
 func (p *Pool) adoptLocked(s *source, f *provider.Instance, now time.Time) *instance {
 	x := &instance{
-		key: instanceKey{s, f.ID}, source: s, proxy: f.Mark.Proxy, name: f.Name, generation: f.Mark.Generation,
+		source: s, id: f.ID, proxy: f.Mark.Proxy, name: f.Name, generation: f.Mark.Generation,
 		hash: f.Mark.Hash, hashVersion: f.Mark.HashVersion, created: f.Created, firstSeen: now, stateSince: now,
 		probeIndex: -1,
 	}
@@ -183,7 +183,7 @@ func (p *Pool) adoptLocked(s *source, f *provider.Instance, now time.Time) *inst
 		x.unwantedSince = now
 	}
 	p.generations[x.proxy] = max(p.generations[x.proxy], x.generation)
-	p.instances[x.key] = x
+	p.instances[x.key()] = x
 	return x
 }
 
@@ -192,7 +192,7 @@ func (p *Pool) observeLocked(x *instance, f *provider.Instance, now time.Time) {
 	if f.State != x.state {
 		x.state, x.stateSince = f.State, now
 	}
-	x.host, x.message = f.Host, f.Message
+	x.host, x.message, x.evacuate = f.Host, f.Message, f.Evacuate
 	if f.Address != "" && (f.Address != x.address || f.Port != x.port) {
 		x.address, x.port = f.Address, f.Port
 		p.refreshEndpointLocked(x)
@@ -310,7 +310,7 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 // lookLocked asks the provider for one instance.
 func (p *Pool) lookLocked(x *instance, now time.Time) {
 	x.busy, x.lookedAt = true, now
-	s, id := x.source, x.key.id
+	s, id := x.source, x.id
 	p.spawn(func() {
 		var found provider.Instance
 		err := p.call(s, "get", p.config.CallTimeout, func(ctx context.Context) (err error) {
@@ -345,7 +345,7 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 	if first {
 		x.deleting = &deletion{since: now}
 		p.unprobeLocked(x)
-		if why == plan.WhyReplaced || why == plan.WhyDrift || why == plan.WhyAge || why == plan.WhyRefresh {
+		if why == plan.WhyReplaced || why == plan.WhyDrift || why == plan.WhyAge || why == plan.WhyRefresh || why == plan.WhyEvacuate {
 			p.counters.Replaced++
 		}
 		if m := x.member; m != nil && (why == plan.WhyBootTimeout || why == plan.WhyFailed || why == plan.WhyUnhealthy) {
@@ -367,7 +367,7 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 		return
 	}
 	x.busy = true
-	s, id := x.source, x.key.id
+	s, id := x.source, x.id
 	mark := provider.Mark{Owner: p.config.Name, Proxy: x.proxy, Generation: x.generation}
 	p.spawn(func() {
 		if first && p.anothers(s, id, mark) {
@@ -431,13 +431,13 @@ func (p *Pool) anothers(s *source, id string, mark provider.Mark) bool {
 
 // goneLocked forgets an instance that is gone for sure.
 func (p *Pool) goneLocked(x *instance, how string) {
-	if p.instances[x.key] != x {
+	if p.instances[x.key()] != x {
 		return
 	}
 	if x.deleting != nil {
 		p.counters.Deleted++
 	}
-	x.source.gone[x.key.id] = time.Now()
+	x.source.gone[x.id] = time.Now()
 	if x.source.full {
 		x.source.full, x.source.notBefore = false, time.Time{} // there is room now
 	}
@@ -449,7 +449,7 @@ func (p *Pool) goneLocked(x *instance, how string) {
 
 func (p *Pool) forgetLocked(x *instance) {
 	p.unprobeLocked(x)
-	delete(p.instances, x.key)
+	delete(p.instances, x.key())
 	if m := x.member; m != nil && m.shown == x {
 		m.shown = nil
 	}

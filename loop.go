@@ -130,7 +130,7 @@ func (p *Pool) inputLocked(now time.Time) (plan.Input, []*instance) {
 	}
 	// The order of a map is random and the planner's ties must not be.
 	slices.SortFunc(list, func(a, b *instance) int {
-		return cmp.Or(cmp.Compare(a.proxy, b.proxy), cmp.Compare(a.generation, b.generation), cmp.Compare(a.key.id, b.key.id))
+		return cmp.Or(cmp.Compare(a.proxy, b.proxy), cmp.Compare(a.generation, b.generation), cmp.Compare(a.id, b.id))
 	})
 	for i, x := range list {
 		x.index = i
@@ -141,10 +141,10 @@ func (p *Pool) inputLocked(now time.Time) (plan.Input, []*instance) {
 
 func (x *instance) forPlan() plan.Instance {
 	v := plan.Instance{
-		Proxy: -1, Provider: -1, ID: x.key.id, Generation: x.generation, Hash: x.hash, HashVersion: x.hashVersion,
+		Proxy: -1, Provider: -1, ID: x.id, Generation: x.generation, Hash: x.hash, HashVersion: x.hashVersion,
 		State: x.state, StateSince: x.stateSince, Created: x.created, FirstSeen: x.firstSeen,
 		Addressed: x.address != "", Unlisted: x.unlisted, MissingSince: x.missingSince, LookedAt: x.lookedAt,
-		Fit: x.fit, EverFit: x.everFit, FailingSince: x.failingSince, Soft: x.soft, Broken: x.broken,
+		Fit: x.fit, EverFit: x.everFit, FailingSince: x.failingSince, Soft: x.soft, Broken: x.broken(), Evacuate: x.evacuate,
 		DrainingSince: x.drainingSince,
 		UnwantedSince: x.unwantedSince, Dismissed: x.dismissed, Busy: x.busy,
 	}
@@ -268,11 +268,11 @@ func (p *Pool) externalLocked(m *member, now time.Time) {
 	g := p.generations[d.Name]
 	name := provider.InstanceName(p.config.Name, d.Name, g)
 	x := &instance{
-		key: instanceKey{id: name}, member: m, proxy: d.Name, name: name, generation: g, hashVersion: provider.HashVersion,
+		id: name, member: m, proxy: d.Name, name: name, generation: g, hashVersion: provider.HashVersion,
 		state: provider.StateRunning, stateSince: now, created: now, firstSeen: now,
 		address: d.host, port: port, endpoint: &endpoint, probeIndex: -1,
 	}
-	p.instances[x.key] = x
+	p.instances[x.key()] = x
 	p.probeNowLocked(x)
 }
 

@@ -123,8 +123,8 @@ type instanceKey struct {
 
 // instance is one incarnation of a proxy.
 type instance struct {
-	key    instanceKey
 	source *source // nil for external
+	id     string  // the provider's, or the proxy's name for external
 	member *member // nil when its proxy is not wanted
 	index  int     // in the planner's input of the current pass
 
@@ -142,6 +142,7 @@ type instance struct {
 	message     string
 
 	unlisted     bool
+	evacuate     bool
 	missingSince time.Time
 	lookedAt     time.Time
 	busy         bool
@@ -154,8 +155,7 @@ type instance struct {
 	// What probes say.
 	fit          bool
 	everFit      bool
-	broken       bool
-	brokenAt     time.Time
+	brokenAt     time.Time // when a holder said so; zero once a probe has shown otherwise
 	soft         bool
 	streak       int // of successes when positive, of failures when negative
 	failingSince time.Time
@@ -171,6 +171,10 @@ type instance struct {
 	dismissed     bool
 	deleting      *deletion // nil until it is asked for
 }
+
+func (x *instance) key() instanceKey { return instanceKey{x.source, x.id} }
+
+func (x *instance) broken() bool { return !x.brokenAt.IsZero() }
 
 // deletion is how far the removal of an instance is.
 type deletion struct {

@@ -50,7 +50,7 @@ func (p *Pool) startProbes() time.Duration {
 		endpoint := *x.endpoint
 		check := probeCheck(&x.member.decl.Probe)
 		seen := provider.Instance{
-			ID: x.key.id, Name: x.name, State: x.state, Address: x.address, Port: x.port, Host: x.host, Created: x.created,
+			ID: x.id, Name: x.name, State: x.state, Address: x.address, Port: x.port, Host: x.host, Created: x.created,
 			Mark: provider.Mark{Owner: p.config.Name, Proxy: x.proxy, Generation: x.generation, HashVersion: x.hashVersion, Hash: x.hash},
 		}
 		p.spawn(func() { p.probed(x, now, endpoint.Addr(), p.probeOnce(x.source, seen, endpoint, check)) })
@@ -95,7 +95,7 @@ func (p *Pool) probeNowLocked(x *instance) { p.probeAtLocked(x, time.Now()) }
 
 // probeAtLocked has x probed at t, or earlier when that was planned already.
 func (p *Pool) probeAtLocked(x *instance, t time.Time) {
-	if x.probing || x.deleting != nil || p.instances[x.key] != x {
+	if x.probing || x.deleting != nil || p.instances[x.key()] != x {
 		return
 	}
 	switch {
@@ -140,11 +140,11 @@ func (p *Pool) probed(x *instance, began time.Time, address string, r probe.Resu
 	p.probing--
 	x.probing = false
 	p.proberLocked()
-	if r.Reason == probe.ReasonCanceled || x.member == nil || x.deleting != nil || p.instances[x.key] != x {
+	if r.Reason == probe.ReasonCanceled || x.member == nil || x.deleting != nil || p.instances[x.key()] != x {
 		return
 	}
 	now := time.Now()
-	if address != x.endpoint.Addr() || r.OK && x.broken && began.Before(x.brokenAt) {
+	if address != x.endpoint.Addr() || r.OK && began.Before(x.brokenAt) {
 		p.probeAtLocked(x, now) // it moved, or was reported broken, meanwhile
 		return
 	}
@@ -166,7 +166,7 @@ func (p *Pool) probePause(x *instance, check *Probe, now time.Time) time.Duratio
 		return min(time.Second, check.Interval) // it is about to rise
 	case !x.everFit:
 		return min(plan.LookInterval(now.Sub(x.firstSeen)), check.Interval)
-	case !x.fit || x.broken:
+	case !x.fit || x.broken():
 		// It worked before; ask sooner at first, so that a short trouble costs little.
 		return min(time.Second<<min(-min(x.streak, 0), 10), check.Interval)
 	case x.fit && now.Sub(x.fitSince) < time.Second && x.streak > 0:
@@ -184,10 +184,10 @@ func (p *Pool) succeededLocked(x *instance, r probe.Result, check *Probe, now ti
 	if r.EgressIP.IsValid() {
 		p.learnEgressLocked(x, r.EgressIP)
 	}
-	if x.fit && !x.broken || x.streak < check.Rise {
+	if x.fit && !x.broken() || x.streak < check.Rise {
 		return
 	}
-	x.fit, x.everFit, x.broken = true, true, false
+	x.fit, x.everFit, x.brokenAt = true, true, time.Time{}
 	x.fitSince = now
 	m := x.member
 	m.failures, m.lastErr = 0, nil
@@ -251,7 +251,7 @@ func (p *Pool) reported(e *leases.Entry, r leases.Report) {
 func (p *Pool) doubtLocked(x *instance, r leases.Report) {
 	now := time.Now()
 	if r.Kind == leases.Broken {
-		x.broken, x.brokenAt = true, now
+		x.brokenAt = now
 		p.later(func() {
 			p.logger.Warn("proxy was reported broken", "proxy", x.proxy, "instance", x.name, "error", r.Err)
 		})

@@ -121,6 +121,9 @@ type Instance struct {
 	Host string
 	// Created is when the backend made the instance. Zero when it does not know.
 	Created time.Time
+	// Evacuate asks the pool to replace the instance in the way a changed spec has it replaced, because its host is
+	// to be emptied. The replacement must not be put there again.
+	Evacuate bool
 	// Message says in a sentence what an operator would like to know: why this host, why it failed.
 	Message string
 }

@@ -65,6 +65,8 @@ type Instance struct {
 	Addressed bool
 	// Unlisted is true when the newest complete list does not have it.
 	Unlisted bool
+	// Evacuate is true while its backend wants it to be somewhere else.
+	Evacuate bool
 	// MissingSince is since when its host could not be asked; zero while it can.
 	MissingSince time.Time
 	// LookedAt is when it was last asked for by itself.
@@ -166,6 +168,7 @@ const (
 	WhyDrift       Why = "drift"        // the spec is another one
 	WhyAge         Why = "age"          // older than MaxAge
 	WhyRefresh     Why = "refresh"      // asked for
+	WhyEvacuate    Why = "evacuate"     // its host is to be emptied
 	WhyUnhealthy   Why = "unhealthy"    // probes fail for too long
 	WhyBootTimeout Why = "boot timeout" // never became fit
 	WhyStopped     Why = "stopped"      // switched off behind our back
@@ -410,6 +413,9 @@ func (p *planner) stale(want *Proxy, x *Instance) Why {
 	}
 	if x.Generation < want.RefreshBelow {
 		return WhyRefresh
+	}
+	if x.Evacuate && x.MissingSince.IsZero() {
+		return WhyEvacuate
 	}
 	if want.MaxAge > 0 && p.after(x.Created.Add(want.MaxAge-ageJitter(x.ID, want.MaxAge))) {
 		return WhyAge

@@ -71,6 +71,10 @@ func TestDecisions(t *testing.T) {
 				in.Proxies[i].Hash = "new"
 			}
 		}, "create 0/2 (drift); ", "Ready Ready Ready"},
+		{"what is to be evacuated is replaced like drift", func(in *Input) { in.Instances[0].Evacuate = true }, "create 0/2 (evacuate); ", "Ready"},
+		{"what is to be evacuated waits while its host does not answer", func(in *Input) {
+			in.Instances[0].Evacuate, in.Instances[0].MissingSince = true, now.Add(-time.Second)
+		}, "", "Ready"},
 		{"another hash version is no drift", func(in *Input) { in.Instances[0].HashVersion, in.Instances[0].Hash = 7, "x" }, "", "Ready"},
 		{"another hash version drifts when the spec changes before our eyes", func(in *Input) {
 			in.Instances[0].HashVersion, in.Instances[0].Hash = 7, "x"
