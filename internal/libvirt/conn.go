@@ -131,7 +131,7 @@ func (c *Conn) first(ctx context.Context) (*Session, int, error) {
 		refusals = append(refusals, err)
 	}
 	// The first way is the one an operator would repair.
-	for _, err := range refusals {
+	for _, err := range refusals[:c.sockets()] {
 		if !errors.Is(err, sshconn.ErrSocketMissing) && !errors.Is(err, os.ErrNotExist) {
 			return nil, 0, err
 		}
@@ -144,6 +144,15 @@ func elsewhere(err error) bool {
 	_, exit := errors.AsType[*sshconn.ExitError](err)
 	return exit || errors.Is(err, sshconn.ErrSocketMissing) || errors.Is(err, sshconn.ErrForwardingRefused) ||
 		errors.Is(err, sshconn.ErrSocketDenied) || errors.Is(err, os.ErrNotExist)
+}
+
+// sockets is how many of the ways are sockets; the others are helpers.
+func (c *Conn) sockets() int {
+	switch {
+	case c.config.Dial != nil, c.config.URI.Socket != "":
+		return 1
+	}
+	return len(Sockets)
 }
 
 type way struct {
@@ -398,6 +407,10 @@ func (c *Conn) openSession(ctx context.Context) (*Session, error) {
 	if !stop() {
 		c.drop(s)
 		return nil, context.Cause(ctx)
+	}
+	if err != nil && Answered(err) {
+		c.drop(s)
+		return nil, err
 	}
 	// The client says yes even when the peer has gone right after its answer.
 	if dead := w.failure(); dead != nil {

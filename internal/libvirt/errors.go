@@ -35,7 +35,8 @@ func Denied(err error) bool {
 	case golibvirt.ErrAuthFailed, golibvirt.ErrAuthCancelled, golibvirt.ErrAuthUnavailable, golibvirt.ErrAccessDenied, golibvirt.ErrOperationDenied:
 		return true
 	}
-	return false
+	// Where polkit is to decide and can't be asked, nobody but root may do anything.
+	return Code(err) == golibvirt.ErrInternalError && strings.Contains(err.Error(), "system bus")
 }
 
 // quote makes one word of text for a shell.

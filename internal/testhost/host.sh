@@ -4,6 +4,8 @@
 #
 #	host.sh FOLDER POOL_MIB
 #
+# Besides port 22 sshd listens on port 2222, where it forwards no sockets. The user visitor may log in, and not use libvirt.
+#
 # It writes one line of key=value pairs when the host is up, takes one command a line on its standard input (see below), and
 # answers each with "ok" or "failed". The end of its input is the end of the host, so a host never outlives whoever
 # started it, whatever became of them.
@@ -32,10 +34,17 @@ if [ "${1:-}" = inside ]; then
 		group = "root"
 		security_driver = "none"
 	EOF
+	# A user who may log in and has no right to libvirt's socket.
+	cp /etc/passwd "$folder/passwd"
+	echo 'visitor:*:4242:65534::/:/bin/sh' >>"$folder/passwd"
+	mount --bind "$folder/passwd" /etc/passwd
 	ip link set lo up
 	virtlogd -d
 	libvirtd -d
 	/usr/sbin/sshd -f "$folder/sshd_config"
+	sed -e 's/^ListenAddress .*/&:2222/' -e 's/sshd.pid/&2/' "$folder/sshd_config" >"$folder/sshd_config2"
+	echo 'AllowStreamLocalForwarding no' >>"$folder/sshd_config2"
+	/usr/sbin/sshd -f "$folder/sshd_config2"
 	for ((i = 0; i < 300; i++)); do
 		virsh -q uri >/dev/null 2>&1 && break
 		sleep 0.1
@@ -92,7 +101,8 @@ chmod 0711 "$folder"
 [ -e "$folder/host_key" ] || ssh-keygen -q -t ed25519 -N '' -f "$folder/host_key"
 [ -e "$folder/client_key" ] || ssh-keygen -q -t ed25519 -N '' -C egress-testhost -f "$folder/client_key"
 cp "$folder/client_key.pub" "$folder/authorized_keys"
-echo "$inside $(cut -d' ' -f1,2 "$folder/host_key.pub")" >"$folder/known_hosts"
+key=$(cut -d' ' -f1,2 "$folder/host_key.pub")
+printf '%s\n' "$inside $key" "[$inside]:2222 $key" >"$folder/known_hosts"
 cat >"$folder/sshd_config" <<-EOF
 	ListenAddress $inside
 	HostKey $folder/host_key
@@ -129,8 +139,8 @@ while read -r command argument; do
 		ip -n "$space" link set eth0 up
 		ip -n "$space" route replace default via "$outside"
 		;;
-	shape) tc -n "$space" qdisc replace dev eth0 root netem $argument && tc qdisc replace dev "egresshost$n" root netem $argument ;;
-	unshape) tc -n "$space" qdisc del dev eth0 root && tc qdisc del dev "egresshost$n" root ;;
+	lose) within iptables -I INPUT -i eth0 -m statistic --mode random --probability "$argument" -j DROP ;;
+	keep) within iptables -D INPUT 1 ;;
 	freeze) within pkill -STOP -x libvirtd ;;
 	thaw) within pkill -CONT -x libvirtd ;;
 	kill)

@@ -35,7 +35,7 @@ const (
 
 // Options says how a host is made.
 type Options struct {
-	// PoolMiB is the size of the storage pool, which is in memory. Defaults to 4096.
+	// PoolMiB is the size of the storage pool, which is in memory. Defaults to 2048.
 	PoolMiB int
 	// Folder holds what belongs to the host. It must be empty. Required.
 	Folder string
@@ -72,7 +72,7 @@ func dir() string {
 // New starts a host and returns when it is up.
 func New(options Options) (*Host, error) {
 	if options.PoolMiB == 0 {
-		options.PoolMiB = 4096
+		options.PoolMiB = 2048
 	}
 	cmd := exec.Command(filepath.Join(dir(), "host.sh"), options.Folder, fmt.Sprint(options.PoolMiB))
 	// In a group of its own, so that an interrupt at the terminal reaches the test first.
@@ -157,6 +157,9 @@ func (h *Host) Close() error {
 	return nil
 }
 
+// Init is the process id of the host's init process, as this machine sees it.
+func (h *Host) Init() string { return h.init }
+
 // URI is the host's address for libvirt over SSH.
 func (h *Host) URI() string { return "qemu+ssh://root@" + h.Address + "/system" }
 
@@ -197,7 +200,7 @@ func Image() (string, error) {
 
 // Tools are the programs that a host needs.
 var Tools = []string{
-	"libvirtd", "virtlogd", "virsh", "qemu-system-x86_64", "qemu-img", "sshd", "ssh-keygen", "dnsmasq", "ip", "tc", "nsenter",
+	"iptables", "libvirtd", "virtlogd", "virsh", "qemu-system-x86_64", "qemu-img", "sshd", "ssh-keygen", "dnsmasq", "ip", "nsenter",
 	"unshare", "flock", "mmdebstrap", "mkfs.vfat", "mcopy", "sfdisk", "objcopy",
 }
 
@@ -295,4 +298,90 @@ func (h *Host) Serve(t testing.TB, handler http.Handler) string {
 		<-done
 	})
 	return "http://" + l.Addr().String()
+}
+
+// Delay gives sshd an address behind a link on which everything takes delay in each direction, and a known_hosts file for
+// it. It is gone with the test.
+func (h *Host) Delay(t testing.TB, delay time.Duration) (address, knownHosts string) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var conns sync.WaitGroup
+	open := make(chan struct{})
+	carry := func(to, from net.Conn) {
+		type piece struct {
+			due  time.Time
+			data []byte
+		}
+		pieces := make(chan piece, 4096)
+		conns.Go(func() {
+			defer to.Close()
+			for p := range pieces {
+				select {
+				case <-time.After(time.Until(p.due)):
+				case <-open:
+				}
+				if _, err := to.Write(p.data); err != nil {
+					_ = from.Close() // the other half sees it
+				}
+			}
+		})
+		defer close(pieces)
+		for {
+			buf := make([]byte, 64<<10)
+			n, err := from.Read(buf)
+			if n > 0 {
+				pieces <- piece{time.Now().Add(delay), buf[:n]}
+			}
+			if err != nil {
+				return
+			}
+		}
+	}
+	conns.Go(func() {
+		for {
+			near, err := l.Accept()
+			if err != nil {
+				return
+			}
+			far, err := net.Dial("tcp", net.JoinHostPort(h.Address, "22"))
+			if err != nil {
+				_ = near.Close() // nobody is there
+				continue
+			}
+			conns.Go(func() { carry(far, near) })
+			conns.Go(func() { carry(near, far) })
+			conns.Go(func() {
+				<-open
+				_, _ = near.Close(), far.Close() // the test is over
+			})
+		}
+	})
+	t.Cleanup(func() {
+		_ = l.Close() // it ends Accept
+		close(open)
+		conns.Wait()
+	})
+	key, err := os.ReadFile(h.KnownHosts())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, port, _ := net.SplitHostPort(l.Addr().String())
+	knownHosts = filepath.Join(t.TempDir(), "known_hosts")
+	_, rest, _ := strings.Cut(string(key), " ")
+	rest, _, _ = strings.Cut(rest, "\n")
+	if err := os.WriteFile(knownHosts, []byte("[127.0.0.1]:"+port+" "+rest+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return l.Addr().String(), knownHosts
+}
+
+// IdleImage is a raw disk image that BIOS boots and that does nothing at all, so that many guests can run at once.
+func IdleImage() []byte {
+	disk := make([]byte, 1<<20)
+	copy(disk, []byte{0xfa, 0xf4, 0xeb, 0xfd}) // cli; hlt; jump back to hlt
+	disk[510], disk[511] = 0x55, 0xaa
+	return disk
 }

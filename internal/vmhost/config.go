@@ -182,6 +182,7 @@ func (c Config) filled() (Config, error) {
 	if c.SSH.KeepaliveInterval < 0 {
 		fault("SSH.KeepaliveInterval %s, want 0 for the default or more", c.SSH.KeepaliveInterval)
 	}
+	// Negative is no reserve.
 	if c.MinFreeGiB == 0 {
 		c.MinFreeGiB = 1
 	}
@@ -291,6 +292,7 @@ type Host struct {
 	mine     map[string]bool      // data volumes of this process that are not published, by name
 	promises map[string]promise   // what creates are going to use, by instance name
 	noKVM    bool                 // KVM was tried and does not work
+	hasKVM   bool                 // an instance was started with it
 }
 
 // New checks config and returns its Host. It does no I/O.

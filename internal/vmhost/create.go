@@ -167,7 +167,7 @@ func (b *build) run(_ context.Context, s *libvirt.Session) error {
 	}
 	mac := macOf(b.req.Name)
 	r := record{
-		Mark: b.req.Mark.String(), Created: time.Now().UTC().Format(time.RFC3339), Pool: c.Pool, Prefix: prefixOf(b.req.Name, b.id),
+		Namespace: metadataURI, Mark: b.req.Mark.String(), Created: time.Now().UTC().Format(time.RFC3339), Pool: c.Pool, Prefix: prefixOf(b.req.Name, b.id),
 		Base: b.base.name, Network: c.Network, Why: b.why,
 	}
 	if b.plan.network != nil {
@@ -256,13 +256,26 @@ func (b *build) define(s *libvirt.Session, m machine) (golibvirt.Domain, error) 
 		return dom, fault(provider.ErrUnavailable, provider.ReasonUnknown, "somebody else has just defined the domain %s", m.name)
 	case libvirt.Code(err) == golibvirt.ErrConfigUnsupported && m.plan.firmware == firmwareUEFI && strings.Contains(err.Error(), "firmware"),
 		libvirt.Code(err) == golibvirt.ErrOperationFailed && strings.Contains(err.Error(), "firmware"):
-		return dom, fault(provider.ErrUnavailable, provider.ReasonUnsupported, "the host has no UEFI firmware (Debian: ovmf), and the image wants it: %v", err)
+		return dom, noFirmware(err)
 	case libvirt.Code(err) == golibvirt.ErrInvalidArg || libvirt.Code(err) == golibvirt.ErrConfigUnsupported:
 		if !m.emulated && aboutKVM(err) {
 			return b.withoutKVM(s, m, err)
 		}
 	}
 	return dom, err
+}
+
+func noFirmware(err error) error {
+	return fault(provider.ErrUnavailable, provider.ReasonUnsupported, "the host has no UEFI firmware (Debian: ovmf), and the image wants it: %v", err)
+}
+
+// blamesKVM reports whether KVM may be what keeps an instance from starting. QEMU does not always live to say so, so
+// before KVM has worked once on the host, and when emulation is allowed, any end of QEMU is taken for that.
+func (b *build) blamesKVM(err error) bool {
+	b.host.mu.Lock()
+	defer b.host.mu.Unlock()
+	ended := strings.Contains(err.Error(), "monitor") && b.host.config.AllowEmulation
+	return !b.host.hasKVM && (ended || aboutKVM(err))
 }
 
 // aboutKVM reports whether an error blames KVM.
@@ -287,15 +300,23 @@ func (b *build) withoutKVM(s *libvirt.Session, m machine, cause error) (golibvir
 // start starts the domain. Only that shows whether KVM works: libvirt defines what the host can't run.
 func (b *build) start(s *libvirt.Session, m machine, dom golibvirt.Domain) (golibvirt.Domain, error) {
 	started, err := s.DomainCreateWithFlags(dom, 0)
-	if err != nil && libvirt.Code(err) != 0 && !m.emulated && aboutKVM(err) {
+	if err != nil && libvirt.Code(err) != 0 && !m.emulated && b.blamesKVM(err) {
 		if dom, err = b.withoutKVM(s, m, err); err != nil {
 			return dom, err
 		}
 		started, err = s.DomainCreateWithFlags(dom, 0)
+		m.emulated = true
 	}
 	switch {
 	case err == nil:
+		if !m.emulated {
+			b.host.mu.Lock()
+			b.host.hasKVM = true
+			b.host.mu.Unlock()
+		}
 		return started, nil
+	case strings.Contains(err.Error(), "firmware") && libvirt.Code(err) == golibvirt.ErrOperationFailed:
+		return dom, noFirmware(err)
 	case libvirt.Code(err) != 0 && strings.Contains(err.Error(), "Cannot allocate memory"):
 		return dom, fault(provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "the host is out of memory: %v", err)
 	}
@@ -366,6 +387,28 @@ func uploadSeed(s *libvirt.Session, pool golibvirt.StoragePool, name string, see
 
 func (b *build) instance() provider.Instance {
 	return b.host.describe(golibvirt.Domain{Name: b.req.Name, UUID: b.id}, b.identity, int32(golibvirt.DomainRunning), 0)
+}
+
+// refreshPatience is how long others may be making volumes in a pool that is to be read anew.
+const refreshPatience = 15 * time.Second
+
+// refresh has libvirt read the pool anew. It refuses that while a volume is being made, which takes a moment.
+func refresh(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool) error {
+	ctx, cancel := context.WithTimeout(ctx, refreshPatience)
+	defer cancel()
+	for {
+		err := s.StoragePoolRefresh(pool, 0)
+		if libvirt.Code(err) != golibvirt.ErrInternalError || !strings.Contains(err.Error(), "asynchronous jobs") {
+			return err
+		}
+		timer := time.NewTimer(50 * time.Millisecond)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return err
+		}
+	}
 }
 
 // findPool returns an active pool and its folder.

@@ -100,7 +100,7 @@ func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvi
 			return err
 		}
 	}
-	if err := removeFiles(s, who.Pool, who.Prefix); err != nil {
+	if err := removeFiles(ctx, s, who.Pool, who.Prefix); err != nil {
 		return err
 	}
 	if err := s.DomainUndefineFlags(dom, undefineFlags); err != nil && libvirt.Code(err) != golibvirt.ErrNoDomain {
@@ -150,12 +150,12 @@ func shutDown(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, gra
 
 // removeFiles deletes every volume whose name begins with prefix. The pool is read anew first: it does not know of the
 // serial log, which QEMU made.
-func removeFiles(s *libvirt.Session, poolName, prefix string) error {
+func removeFiles(ctx context.Context, s *libvirt.Session, poolName, prefix string) error {
 	pool, _, err := findPool(s, poolName)
 	if err != nil {
 		return err
 	}
-	if err := s.StoragePoolRefresh(pool, 0); err != nil {
+	if err := refresh(ctx, s, pool); err != nil {
 		return fmt.Errorf("read the pool %s anew: %w", poolName, err)
 	}
 	volumes, _, err := s.StoragePoolListAllVolumes(pool, 1, 0)

@@ -49,7 +49,9 @@ const metadataURI = "https://crawl.example.com/egress/instance/1"
 
 // record is our element in a domain's metadata: whose it is, what belongs to it, and how far it is.
 type record struct {
-	XMLName xml.Name `xml:"https://crawl.example.com/egress/instance/1 instance"`
+	XMLName xml.Name `xml:"instance"`
+	// Namespace is metadataURI. libvirt gives the element back without it, or with a prefix.
+	Namespace string `xml:"xmlns,attr"`
 	// Mark is provider.Mark's text.
 	Mark string `xml:"mark"`
 	// Made is when everything was in place. Empty while it is being made.

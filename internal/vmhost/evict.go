@@ -14,12 +14,12 @@ import (
 // names. Errors are *provider.Error; what had been deleted before is returned too.
 func (h *Host) Evict(ctx context.Context, keep func(image string) bool) ([]string, error) {
 	var gone []string
-	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+	err := h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
 		pool, _, err := findPool(s, h.config.Pool)
 		if err != nil {
 			return err
 		}
-		if err := s.StoragePoolRefresh(pool, 0); err != nil {
+		if err := refresh(ctx, s, pool); err != nil {
 			return err
 		}
 		volumes, _, err := s.StoragePoolListAllVolumes(pool, 1, 0)
@@ -32,7 +32,7 @@ func (h *Host) Evict(ctx context.Context, keep func(image string) bool) ([]strin
 			if !ok || !ours || keep(image) {
 				continue
 			}
-			done, err := h.evict(s, pool, vol, name)
+			done, err := h.evict(ctx, s, pool, vol, name)
 			if err != nil {
 				return err
 			}
@@ -46,7 +46,7 @@ func (h *Host) Evict(ctx context.Context, keep func(image string) bool) ([]strin
 	return gone, h.wrap("evict", "", err)
 }
 
-func (h *Host) evict(s *libvirt.Session, pool golibvirt.StoragePool, vol golibvirt.StorageVol, name string) (bool, error) {
+func (h *Host) evict(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool, vol golibvirt.StorageVol, name string) (bool, error) {
 	v, err := volume(s, vol)
 	if err != nil {
 		return false, err
@@ -64,14 +64,14 @@ func (h *Host) evict(s *libvirt.Session, pool golibvirt.StoragePool, vol golibvi
 	if busy {
 		return false, nil
 	}
-	if used, err := h.inUse(s, pool, vol); used || err != nil {
+	if used, err := h.inUse(ctx, s, pool, vol); used || err != nil {
 		return false, err
 	}
 	if err := deleteVolume(s, vol); err != nil {
 		return false, err
 	}
 	// Somebody else's create may have made a disk on it in between. Then the empty overlay is put back: it is the same.
-	used, err := h.inUse(s, pool, vol)
+	used, err := h.inUse(ctx, s, pool, vol)
 	if used {
 		err = makeOverlay(s, pool, vol.Name, bytesOf(v.Capacity), v.BackingStore.Path, v.BackingStore.Format.Type)
 		if taken(err) {
@@ -93,8 +93,8 @@ func (h *Host) evict(s *libvirt.Session, pool golibvirt.StoragePool, vol golibvi
 }
 
 // inUse reports whether any volume of the pool stands on vol.
-func (h *Host) inUse(s *libvirt.Session, pool golibvirt.StoragePool, vol golibvirt.StorageVol) (bool, error) {
-	if err := s.StoragePoolRefresh(pool, 0); err != nil {
+func (h *Host) inUse(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool, vol golibvirt.StorageVol) (bool, error) {
+	if err := refresh(ctx, s, pool); err != nil {
 		return false, err
 	}
 	volumes, _, err := s.StoragePoolListAllVolumes(pool, 1, 0)

@@ -28,6 +28,8 @@ const (
 	// staleAfter is how long data that nobody published may lie untouched before somebody else removes it. A download that
 	// stands still is given up after stallTimeout.
 	staleAfter = 15 * time.Minute
+	// discardTimeout bounds the removal of data that is not going to be published.
+	discardTimeout = 5 * time.Second
 	// getPhysical makes StorageVolGetInfoFlags return the size of the file (VIR_STORAGE_VOL_GET_PHYSICAL).
 	getPhysical = 1
 )
@@ -262,7 +264,7 @@ func (h *Host) fetch(ctx context.Context, name string, plan *Plan, owner string)
 		found, err = h.publish(ctx, data, plan.Image, size)
 	}
 	if found == nil || path.Base(found.data) != data.String() {
-		h.discard(data)
+		h.discard(data) // or have the next fetch do it
 	} else {
 		h.mu.Lock()
 		delete(h.mine, data.String())
@@ -293,7 +295,7 @@ type published struct {
 // transfer brings the content to a volume of its own. It returns a base when somebody else has published it meanwhile.
 func (h *Host) transfer(ctx context.Context, data dataName, image Image, report reporter) (*published, sizes, error) {
 	onHost := h.config.FetchOnHost && image.Compression == ""
-	src := (*source)(nil)
+	var src *source
 	var content *content
 	if !onHost {
 		var err error
@@ -314,7 +316,7 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		if err != nil {
 			return err
 		}
-		if err := s.StoragePoolRefresh(pool, 0); err != nil {
+		if err := refresh(ctx, s, pool); err != nil {
 			return err
 		}
 		b, err := h.lookAtBase(s, pool, data.base, image)
@@ -477,7 +479,7 @@ func (h *Host) publish(ctx context.Context, data dataName, image Image, size siz
 		target := folder + "/" + data.String()
 		err = makeOverlay(s, pool, volumeName(data.base), size.capacity, target, image.Format)
 		if taken(err) {
-			if err := s.StoragePoolRefresh(pool, 0); err != nil {
+			if err := refresh(ctx, s, pool); err != nil {
 				return err
 			}
 			b, err := h.lookAtBase(s, pool, data.base, image)
@@ -513,7 +515,8 @@ func (h *Host) discard(data dataName) {
 	if !mine {
 		return
 	}
-	ctx, cancel := context.WithTimeoutCause(h.ctx, cleanUpTimeout, errors.New("no time left to clean up"))
+	// Those who wait for the image are waiting for this too.
+	ctx, cancel := context.WithTimeoutCause(h.ctx, discardTimeout, errors.New("no time left to clean up"))
 	defer cancel()
 	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
 		pool, _, err := findPool(s, h.config.Pool)

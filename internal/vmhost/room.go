@@ -84,14 +84,14 @@ func (h *Host) lacking(used Usage, plan *Plan) string {
 	case used.TotalMemoryMiB > 0 && used.MemoryMiB+plan.MemoryMiB > used.TotalMemoryMiB:
 		return fmt.Sprintf("%d of %d MiB of memory are spoken for, and %d are wanted", used.MemoryMiB, used.TotalMemoryMiB, plan.MemoryMiB)
 	case used.FreeBytes <= 0:
-		return fmt.Sprintf("the storage pool %s has less than MinFreeGiB %d free", c.Pool, c.MinFreeGiB)
+		return fmt.Sprintf("the storage pool %s has no more than the %d MiB free that are kept (MinFreeGiB)", c.Pool, h.reserve()>>20)
 	}
 	return ""
 }
 
 // usage asks the host. Besides it returns the names of all domains.
 func (h *Host) usage(ctx context.Context) (used Usage, names map[string]bool, err error) {
-	err = h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+	err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
 		used, names = Usage{TotalMemoryMiB: h.config.MaxMemoryMiB, TotalCPUs: h.config.MaxCPUs}, map[string]bool{}
 		records, err := s.ConnectGetAllDomainStats(nil, statsState|statsBalloon|statsVCPU, statsNowait)
 		if err != nil {
@@ -116,11 +116,23 @@ func (h *Host) usage(ctx context.Context) (used Usage, names map[string]bool, er
 		if err != nil {
 			return err
 		}
-		_, _, _, available, err := s.StoragePoolGetInfo(pool)
-		used.FreeBytes = int64(available) - h.reserve()
+		if used.FreeBytes, err = h.free(s, pool); err != nil || used.FreeBytes > 0 {
+			return err
+		}
+		// What others have deleted meanwhile is seen only when the pool is read anew.
+		if err := refresh(ctx, s, pool); err != nil {
+			return err
+		}
+		used.FreeBytes, err = h.free(s, pool)
 		return err
 	})
 	return used, names, err
+}
+
+// free is what is left in the pool above the reserve, as of when it was last read.
+func (h *Host) free(s *libvirt.Session, pool golibvirt.StoragePool) (int64, error) {
+	_, _, _, available, err := s.StoragePoolGetInfo(pool)
+	return int64(available) - h.reserve(), err
 }
 
 // totals fills in what the host has, where the configuration sets no bounds.
