@@ -1296,3 +1296,74 @@ func TestThirtyDaysOfChurn(t *testing.T) {
 		t.Logf("%+v", p.Stats())
 	})
 }
+
+func TestAHostIsEmptiedWithoutAProxyTooFew(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		f := fake.New(fake.Config{BootTime: 20 * time.Second, Hosts: []string{"a", "b"}})
+		p := started(t, f, nil, fleet(6)...)
+		waitReady(t, p, 6)
+		f.SetDraining("a", true)
+		for range 600 {
+			time.Sleep(time.Second)
+			if ready := p.Stats().Ready; ready < 6 {
+				t.Fatalf("%d of 6 ready", ready)
+			}
+		}
+		for _, x := range f.Instances() {
+			if x.Host != "b" {
+				t.Errorf("%s is still on %s", x.Name, x.Host)
+			}
+		}
+		if n := len(f.Instances()); n != 6 {
+			t.Errorf("%d instances", n)
+		}
+	})
+}
+
+func TestAHostThatComesBackLateBringsNothingThatIsLeased(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		f := fake.New(fake.Config{BootTime: 20 * time.Second, Hosts: []string{"a", "b"}})
+		p := started(t, f, nil, fleet(4)...)
+		waitReady(t, p, 4)
+		dead, names := map[string]bool{}, map[string]bool{}
+		for _, x := range f.Instances() {
+			if x.Host == "a" {
+				dead[x.ID], names[x.Name] = true, true
+				if err := f.Kill(x.ID); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if len(dead) == 0 {
+			t.Fatal("nothing is on host a")
+		}
+		f.SetHostDown("a", true)
+		time.Sleep(time.Hour)
+		if ready := p.Stats().Ready; ready != 4 {
+			t.Fatalf("%d of 4 ready with one host gone", ready)
+		}
+		for id := range dead {
+			if err := f.Revive(id); err != nil {
+				t.Fatal(err)
+			}
+		}
+		f.SetHostDown("a", false)
+		for range 600 {
+			time.Sleep(time.Second)
+			for _, s := range p.Proxies() {
+				if names[s.Instance] {
+					t.Fatalf("%+v", s)
+				}
+			}
+		}
+		left := f.Instances()
+		for _, x := range left {
+			if dead[x.ID] {
+				t.Errorf("the stray %s is still there", x.Name)
+			}
+		}
+		if len(left) != 4 || p.Stats().Ready != 4 {
+			t.Errorf("%d instances, %d ready", len(left), p.Stats().Ready)
+		}
+	})
+}

@@ -309,6 +309,10 @@ func (p *planner) newer(a, b int) bool {
 	if x.Generation != y.Generation {
 		return x.Generation > y.Generation
 	}
+	// A host that was away may bring back what was made again elsewhere under the same name. What has worked stays.
+	if x.EverFit != y.EverFit {
+		return x.EverFit
+	}
 	return x.ID < y.ID
 }
 

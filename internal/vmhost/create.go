@@ -168,7 +168,7 @@ func (b *build) run(_ context.Context, s *libvirt.Session) error {
 	mac := macOf(b.req.Name)
 	r := record{
 		Namespace: metadataURI, Mark: b.req.Mark.String(), Created: time.Now().UTC().Format(time.RFC3339), Pool: c.Pool, Prefix: prefixOf(b.req.Name, b.id),
-		Base: b.base.name, Network: c.Network, Why: b.why,
+		Base: b.base.name, Network: c.Network, Group: b.req.Spec.Placement.Group, Why: b.why,
 	}
 	if b.plan.network != nil {
 		for _, a := range b.plan.network.Addresses {

@@ -69,6 +69,8 @@ type record struct {
 	Address string `xml:"address,omitempty"`
 	// Stale are DHCP leases that the hardware address had before.
 	Stale []staleLease `xml:"stale"`
+	// Group is the placement's.
+	Group string `xml:"group,omitempty"`
 	// Why says why it is on this host.
 	Why string `xml:"why,omitempty"`
 }

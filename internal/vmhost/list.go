@@ -51,6 +51,17 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 	return all, nil
 }
 
+// GroupOf returns the placement group that a listed instance was made with.
+func (h *Host) GroupOf(id string) string {
+	u, ok := parseUUID(id)
+	if !ok {
+		return ""
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.known[u].Group
+}
+
 func parameter(params []golibvirt.TypedParam, name string) int32 {
 	for _, p := range params {
 		if p.Field != name {

@@ -77,6 +77,7 @@ type Provider struct {
 	hangs    map[Op]chan struct{}
 	panics   map[Op]int
 	down     map[string]bool
+	draining map[string]bool
 	lies     bool
 	stuck    bool
 	denied   bool
@@ -116,7 +117,7 @@ func New(config Config) *Provider {
 	config.Hosts = slices.Clone(config.Hosts)
 	return &Provider{
 		name: config.Name, serve: config.Serve, store: config.Store, config: config,
-		fails: map[Op][]error{}, hangs: map[Op]chan struct{}{}, panics: map[Op]int{}, down: map[string]bool{},
+		fails: map[Op][]error{}, hangs: map[Op]chan struct{}{}, panics: map[Op]int{}, down: map[string]bool{}, draining: map[string]bool{},
 		making: map[string]bool{}, servers: map[string]*forwardproxy.Server{},
 	}
 }
@@ -238,6 +239,7 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest) (prov
 	}
 	p.making[req.Name] = true
 	down := maps.Clone(p.down)
+	maps.Copy(down, p.draining)
 	p.mu.Unlock()
 	defer func() {
 		p.mu.Lock()
@@ -330,6 +332,7 @@ func (p *Provider) instance(r row, now time.Time) provider.Instance {
 	if r.Half && p.making[r.Name] {
 		x.State = provider.StatePending
 	}
+	x.Evacuate = p.draining[r.Host]
 	if s := p.servers[r.ID]; s != nil && x.Address != "" {
 		x.Address, x.Port = "127.0.0.1", s.Port()
 	}

@@ -79,6 +79,11 @@ func (p *Provider) SetDeleteSticks(sticks bool) { p.set(func() { p.stuck = stick
 // SetHostDown makes a host stop to answer, or answer again. What is on it goes on running.
 func (p *Provider) SetHostDown(host string, down bool) { p.set(func() { p.down[host] = down }) }
 
+// SetDraining has a host emptied: it gets nothing new, and the pool is asked to replace what is on it.
+func (p *Provider) SetDraining(host string, draining bool) {
+	p.set(func() { p.draining[host] = draining })
+}
+
 // SetHealth makes Check return what f returns. Nil ends that.
 func (p *Provider) SetHealth(f func(context.Context) []provider.TargetHealth) {
 	p.set(func() { p.health = f })
