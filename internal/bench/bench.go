@@ -1,9 +1,14 @@
-// Bench measures the pool beside its peers, in one process and one run, and prints a table of medians and ratios:
+// Bench measures the pool beside its peers in one run and prints a table of medians, spreads and ratios:
 //
-//	go run ./internal/bench
+//	go run ./internal/bench                  everything, within 5 minutes
+//	go run ./internal/bench -quick           less of it, within a minute
+//	go run ./internal/bench -raw new.txt     also each turn as a line for benchstat
 //
-// It is a module of its own, so that the peers are in nobody's go.mod. The same measurements are Go benchmarks, for
-// benchstat: go test -bench . ./internal/bench.
+// benchstat compares two such files, or the peers in one: benchstat -col /by new.txt. Everything is on loopback. squid,
+// genisoimage, node and npm are used where they are, else their rows are skipped.
+//
+// It is a module of its own, so that the peers are in nobody's go.mod. What is in Go is a Go benchmark too:
+// go test -bench . ./internal/bench.
 package main
 
 import (
@@ -11,15 +16,19 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/http/httptest"
 	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"runtime"
+	"slices"
+	"sync"
 	"sync/atomic"
-	"testing"
 	"time"
 
 	"crawl.example.com/egress"
-	"crawl.example.com/egress/internal/forwardproxy"
+	"crawl.example.com/egress/cloudinit"
+	"crawl.example.com/egress/internal/plan"
 	"crawl.example.com/egress/provider"
 	"crawl.example.com/egress/provider/fake"
 	"github.com/gocolly/colly/v2/proxy"
@@ -34,15 +43,46 @@ func must[T any](v T, err error) T {
 	return v
 }
 
-// pool returns a started pool of n external proxies that all are one real proxy, every other one with the label
-// country=cz.
-func pool(n, maxLeases int) (p *egress.Pool, target string, done func()) {
-	server := must(forwardproxy.Start(forwardproxy.Config{}))
-	origin := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "hello") }))
+// subjects are what is measured in Go, each made anew in the process that measures it.
+var subjects = map[string]func(sites) (w work, done func()){
+	"puddle":           puddleLeases(leaseLoop),
+	"puddle-contended": puddleLeases(contendedLoop),
+	"colly":            collySwitcher,
+	"lease-10":         leases(10, plain, leaseLoop),
+	"lease-1000":       leases(1000, plain, leaseLoop),
+	"lease-5000":       leases(5000, plain, leaseLoop),
+	"lease-20000":      leases(20_000, plain, leaseLoop),
+	"label-10":         leases(10, labelled, leaseLoop),
+	"label-5000":       leases(5000, labelled, leaseLoop),
+	"label-20000":      leases(20_000, labelled, leaseLoop),
+	"key-10":           leases(10, sticky, leaseLoop),
+	"key-5000":         leases(5000, sticky, leaseLoop),
+	"key-20000":        leases(20_000, sticky, leaseLoop),
+	"contended":        leases(10, plain, contendedLoop),
+
+	"bare-1":   throughOne(1, func(s sites) string { return s.Proxies[0] }),
+	"bare-16":  throughOne(16, func(s sites) string { return s.Proxies[0] }),
+	"squid":    throughOne(16, func(s sites) string { return s.Squid }),
+	"chain":    throughOne(16, func(s sites) string { return s.Chain }),
+	"pool-1":   throughPool(1, 1),
+	"pool-16":  throughPool(16, 1),
+	"pool-all": throughPool(16, manyProxies),
+
+	"overlap":     overlap,
+	"first-lease": firstLease,
+	"memory":      memory,
+	"plan":        planPass,
+	"seed":        seedISO,
+	"genisoimage": genisoimage,
+}
+
+// pool returns a started pool of n external proxies, every other one with the label country=cz, that are the given
+// addresses in turn.
+func pool(n, maxLeases int, addresses []string) (p *egress.Pool, done func()) {
 	proxies := make([]egress.Proxy, n)
 	for i := range proxies {
 		proxies[i] = egress.Proxy{
-			Name: fmt.Sprintf("p-%d", i), Mode: egress.External, Endpoint: fmt.Sprintf("127.0.0.1:%d", server.Port()),
+			Name: fmt.Sprintf("p-%d", i), Mode: egress.External, Endpoint: addresses[i%len(addresses)],
 			MaxLeases: &maxLeases, Labels: map[string]string{"country": []string{"cz", "de"}[i%2]},
 			Probe: egress.Probe{Interval: time.Hour},
 		}
@@ -50,32 +90,51 @@ func pool(n, maxLeases int) (p *egress.Pool, target string, done func()) {
 	p = must(egress.New(egress.Config{Name: "bench"}))
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	for _, err := range []error{p.Apply(ctx, proxies...), p.Start(ctx), p.WaitReady(ctx, n)} {
-		must(0, err)
-	}
-	return p, origin.URL, func() {
-		must(0, p.Close(context.Background()))
-		server.Close()
-		origin.Close()
+	must(0, p.Apply(ctx, proxies...))
+	must(0, p.Start(ctx))
+	must(0, p.WaitReady(ctx, n))
+	return p, func() { must(0, p.Close(context.Background())) }
+}
+
+// A loop calls take n times; what take gets is the number of the call.
+type loop func(n int, take func(i int))
+
+func leaseLoop(n int, take func(int)) {
+	for i := range n {
+		take(i)
 	}
 }
 
-// leases measures Acquire and Release in one goroutine.
-func leases(n int, request func(i int) egress.Request) func(*testing.B) {
-	return func(b *testing.B) {
-		p, _, done := pool(n, 5)
-		defer done()
-		ctx := context.Background()
-		b.ReportAllocs()
-		b.ResetTimer()
-		for i := range b.N {
-			l, err := p.Acquire(ctx, request(i))
-			if err != nil {
-				b.Fatal(err)
+// perProcessor is how many goroutines contend for each processor.
+const perProcessor = 8
+
+func contendedLoop(n int, take func(int)) {
+	var left atomic.Int64
+	left.Store(int64(n))
+	var workers sync.WaitGroup
+	for range perProcessor * runtime.GOMAXPROCS(0) {
+		workers.Go(func() {
+			for {
+				i := left.Add(-1)
+				if i < 0 {
+					return
+				}
+				take(int(i))
 			}
-			l.Release()
-		}
-		b.StopTimer()
+		})
+	}
+	workers.Wait()
+}
+
+// leases measures Acquire and Release.
+func leases(n int, request func(i int) egress.Request, each loop) func(sites) (work, func()) {
+	return func(s sites) (work, func()) {
+		p, done := pool(n, 5, s.Proxies)
+		ctx := context.Background()
+		return func(n int) map[string]float64 {
+			each(n, func(i int) { must(p.Acquire(ctx, request(i))).Release() })
+			return nil
+		}, done
 	}
 }
 
@@ -94,206 +153,232 @@ var keys = func() (k [10_000]string) {
 
 func sticky(i int) egress.Request { return egress.Request{Key: keys[i%len(keys)]} }
 
-func contended(b *testing.B) {
-	p, _, done := pool(10, 5)
-	defer done()
-	ctx := context.Background()
-	b.SetParallelism(8)
-	b.ResetTimer()
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			l, err := p.Acquire(ctx, egress.Request{})
-			if err != nil {
-				b.Error(err)
-				return
-			}
-			l.Release()
-		}
-	})
-	b.StopTimer()
-}
-
-func puddlePool(n int32) *puddle.Pool[int] {
-	return must(puddle.NewPool(&puddle.Config[int]{
-		Constructor: func(context.Context) (int, error) { return 1, nil }, Destructor: func(int) {}, MaxSize: n,
-	}))
-}
-
-func puddleOne(b *testing.B) {
-	p := puddlePool(50)
-	defer p.Close()
-	ctx := context.Background()
-	b.ReportAllocs()
-	b.ResetTimer()
-	for range b.N {
-		r, err := p.Acquire(ctx)
-		if err != nil {
-			b.Fatal(err)
-		}
-		r.Release()
+// puddleLeases measures the same on a pool of as many places as 10 proxies have.
+func puddleLeases(each loop) func(sites) (work, func()) {
+	return func(sites) (work, func()) {
+		p := must(puddle.NewPool(&puddle.Config[int]{
+			Constructor: func(context.Context) (int, error) { return 1, nil }, Destructor: func(int) {}, MaxSize: 50,
+		}))
+		ctx := context.Background()
+		return func(n int) map[string]float64 {
+			each(n, func(int) { must(p.Acquire(ctx)).Release() })
+			return nil
+		}, p.Close
 	}
-}
-
-func puddleContended(b *testing.B) {
-	p := puddlePool(50)
-	defer p.Close()
-	ctx := context.Background()
-	b.SetParallelism(8)
-	b.ResetTimer()
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			r, err := p.Acquire(ctx)
-			if err != nil {
-				b.Error(err)
-				return
-			}
-			r.Release()
-		}
-	})
 }
 
 // collySwitcher measures what colly does for each request: it picks a URL, holds nothing and gives nothing back.
-func collySwitcher(b *testing.B) {
-	choose := must(proxy.RoundRobinProxySwitcher("http://192.0.2.1:3128", "http://192.0.2.2:3128"))
+func collySwitcher(sites) (work, func()) {
+	urls := make([]string, 10)
+	for i := range urls {
+		urls[i] = fmt.Sprintf("http://192.0.2.%d:3128", i+1)
+	}
+	choose := must(proxy.RoundRobinProxySwitcher(urls...))
 	r := must(http.NewRequestWithContext(context.Background(), http.MethodGet, "http://site.example/", nil))
-	b.ReportAllocs()
-	b.ResetTimer()
-	for range b.N {
-		must(choose(r))
+	return func(n int) map[string]float64 {
+		for range n {
+			must(choose(r))
+		}
+		return nil
+	}, func() {}
+}
+
+// throughOne measures requests of a bare transport through one fixed proxy. It keeps as many idle connections as the
+// transports of the pool.
+func throughOne(workers int, proxy func(sites) string) func(sites) (work, func()) {
+	return func(s sites) (work, func()) {
+		transport := &http.Transport{Proxy: http.ProxyURL(&url.URL{Scheme: "http", Host: proxy(s)}), MaxIdleConnsPerHost: 16}
+		return requests(&http.Client{Transport: transport}, workers, s.Origin), transport.CloseIdleConnections
 	}
 }
 
-func fetch(b *testing.B, c *http.Client, target string) {
-	if err := fetchOnce(c, target); err != nil {
-		b.Fatal(err)
+// throughPool measures requests of the pool's client.
+func throughPool(workers, proxies int) func(sites) (work, func()) {
+	return func(s sites) (work, func()) {
+		p, done := pool(proxies, 16, s.Proxies)
+		return requests(p.Client(egress.Request{}), workers, s.Origin), done
 	}
 }
 
-func fetchOnce(c *http.Client, target string) error {
-	resp, err := c.Get(target)
-	if err != nil {
-		return err
-	}
-	defer resp.Body.Close()
-	_, err = io.Copy(io.Discard, resp.Body)
-	return err
-}
-
-// requests measures whole requests through one proxy with the pool's client.
-func requests(b *testing.B) {
-	p, target, done := pool(1, 100)
-	defer done()
-	c := p.Client(egress.Request{})
-	fetch(b, c, target)
-	b.ReportAllocs()
-	b.ResetTimer()
-	for range b.N {
-		fetch(b, c, target)
-	}
-	b.StopTimer()
-}
-
-// bareRequests measures the same with a bare transport.
-func bareRequests(b *testing.B) {
-	server := must(forwardproxy.Start(forwardproxy.Config{}))
-	defer server.Close()
-	origin := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "hello") }))
-	defer origin.Close()
-	transport := &http.Transport{Proxy: http.ProxyURL(must(url.Parse(fmt.Sprintf("http://127.0.0.1:%d", server.Port()))))}
-	defer transport.CloseIdleConnections()
-	c := &http.Client{Transport: transport}
-	fetch(b, c, origin.URL)
-	b.ReportAllocs()
-	b.ResetTimer()
-	for range b.N {
-		fetch(b, c, origin.URL)
-	}
-	b.StopTimer()
-}
-
-// pairedRequests measures both against the same proxy and site in short turns, so that whatever else the machine does
-// falls on both alike, and returns the median times of one request.
-func pairedRequests() (pooled, bare float64) {
-	const turns, each = 40, 300
-	p, target, done := pool(1, 100)
-	defer done()
-	l := must(p.Acquire(context.Background(), egress.Request{}))
-	transport := &http.Transport{Proxy: http.ProxyURL(must(url.Parse(l.ProxyURL())))}
-	l.Release()
-	defer transport.CloseIdleConnections()
-	clients := []*http.Client{p.Client(egress.Request{}), {Transport: transport}}
-	times := make([][]float64, 2)
-	for turn := range turns {
-		for k := range clients {
-			c := clients[(k+turn)%2]
-			begin := time.Now()
-			for range each {
-				must(0, fetchOnce(c, target))
-			}
-			times[(k+turn)%2] = append(times[(k+turn)%2], float64(time.Since(begin))/each)
+// requests fetches a small page again and again.
+func requests(c *http.Client, workers int, target string) work {
+	fetch := func() {
+		resp, err := c.Get(target)
+		must(0, err)
+		defer resp.Body.Close()
+		must(io.Copy(io.Discard, resp.Body))
+		if resp.StatusCode != http.StatusOK {
+			panic(resp.Status)
 		}
 	}
-	return median(times[0]), median(times[1])
+	return func(n int) map[string]float64 {
+		took := make([]time.Duration, n)
+		var next atomic.Int64
+		var all sync.WaitGroup
+		begin := time.Now()
+		for range workers {
+			all.Go(func() {
+				for {
+					i := int(next.Add(1)) - 1
+					if i >= n {
+						return
+					}
+					begin := time.Now()
+					fetch()
+					took[i] = time.Since(begin)
+				}
+			})
+		}
+		all.Wait()
+		rate := float64(n) / time.Since(begin).Seconds()
+		slices.Sort(took)
+		return map[string]float64{"req/s": rate, "p50-ns": float64(took[n/2]), "p99-ns": float64(took[n*99/100])}
+	}
+}
+
+// overlap has 30 workers hold one of 10 proxies that bear one lease each for a millisecond, n times in all, and counts
+// how often one was given out that somebody held.
+func overlap(s sites) (work, func()) {
+	p, done := pool(10, 1, s.Proxies)
+	return func(n int) map[string]float64 {
+		var holders [10]atomic.Int64
+		var most, beyond, next atomic.Int64
+		var workers sync.WaitGroup
+		for range 30 {
+			workers.Go(func() {
+				for next.Add(1) <= int64(n) {
+					l := must(p.Acquire(context.Background(), egress.Request{}))
+					var i int
+					must(fmt.Sscanf(l.Proxy(), "p-%d", &i))
+					now := holders[i].Add(1)
+					if now > 1 {
+						beyond.Add(1)
+					}
+					for old := most.Load(); now > old && !most.CompareAndSwap(old, now); old = most.Load() {
+					}
+					time.Sleep(time.Millisecond)
+					holders[i].Add(-1)
+					l.Release()
+				}
+			})
+		}
+		workers.Wait()
+		return map[string]float64{"overlaps/hold": float64(beyond.Load()) / float64(n), "holders": float64(most.Load())}
+	}, done
 }
 
 // firstLease measures the time from Start to the first lease on a backend that takes 2 s to boot.
-func firstLease() time.Duration {
-	backend := fake.New(fake.Config{BootTime: 2 * time.Second, Serve: true})
-	p := must(egress.New(egress.Config{Name: "bench", Providers: []provider.Provider{backend}, DestroyOnClose: true}))
-	ctx := context.Background()
-	must(0, p.Apply(ctx, egress.Replicate(5, "p-%d", egress.Proxy{Provider: "fake", CloudInit: egress.CloudInit{Inline: "#cloud-config\n"}})...))
-	begin := time.Now()
-	must(0, p.Start(ctx))
-	l := must(p.Acquire(ctx, egress.Request{}))
-	took := time.Since(begin)
-	l.Release()
-	must(0, p.Close(ctx))
-	return took
+func firstLease(sites) (work, func()) {
+	once := func() time.Duration {
+		backend := fake.New(fake.Config{BootTime: 2 * time.Second, Serve: true})
+		p := must(egress.New(egress.Config{Name: "bench", Providers: []provider.Provider{backend}, DestroyOnClose: true}))
+		ctx := context.Background()
+		must(0, p.Apply(ctx, egress.Replicate(5, "p-%d", egress.Proxy{Provider: "fake", CloudInit: egress.CloudInit{Inline: "#cloud-config\n"}})...))
+		begin := time.Now()
+		must(0, p.Start(ctx))
+		l := must(p.Acquire(ctx, egress.Request{}))
+		took := time.Since(begin)
+		l.Release()
+		must(0, p.Close(ctx))
+		return took
+	}
+	return func(n int) map[string]float64 {
+		var all time.Duration
+		for range n {
+			all += once()
+		}
+		return map[string]float64{"first-ns": float64(all) / float64(n)}
+	}, func() {}
 }
 
-// memoryEach measures the heap that a ready proxy takes, in bytes, in a pool of n.
-func memoryEach(n int) uint64 {
-	heap := func() uint64 {
+// memory measures the heap that a ready proxy takes, in a pool of n.
+func memory(s sites) (work, func()) {
+	heap := func() float64 {
 		runtime.GC()
 		runtime.GC()
 		var m runtime.MemStats
 		runtime.ReadMemStats(&m)
-		return m.HeapAlloc
+		return float64(m.HeapAlloc)
 	}
-	_, _, done := pool(1, 1) // makes what is made once
-	done()
-	before := heap()
-	_, _, done = pool(n, 1)
-	after := heap()
-	done()
-	return (after - before) / uint64(n)
+	return func(n int) map[string]float64 {
+		_, done := pool(1, 1, s.Proxies) // makes what is made once
+		done()
+		before := heap()
+		p, done := pool(n, 1, s.Proxies)
+		after := heap()
+		runtime.KeepAlive(p)
+		done()
+		return map[string]float64{"B/proxy": (after - before) / float64(n)}
+	}, func() {}
 }
 
-// overlap counts the most holders of one proxy that bears a single lease, under 30 workers.
-func overlap() int64 {
-	p, _, done := pool(10, 1)
-	defer done()
-	var holders [10]atomic.Int64
-	var most atomic.Int64
-	ended := make(chan struct{})
-	for range 30 {
-		go func() {
-			defer func() { ended <- struct{}{} }()
-			for range 20 {
-				l := must(p.Acquire(context.Background(), egress.Request{}))
-				var i int
-				must(fmt.Sscanf(l.Proxy(), "p-%d", &i))
-				if n := holders[i].Add(1); n > most.Load() {
-					most.Store(n)
-				}
-				runtime.Gosched()
-				holders[i].Add(-1)
-				l.Release()
-			}
-		}()
+// planPass measures a pass of the planner over 10,000 proxies, of which every tenth has a new spec.
+func planPass(sites) (work, func()) {
+	now := time.Now()
+	in := plan.Input{
+		Now: now, Providers: []plan.Provider{{Fresh: true}},
+		Limits: plan.Limits{
+			Surge: 1, MaxUnavailable: 1, MaxParallel: 10, DrainDeadline: time.Minute, BootTimeout: time.Minute, UnhealthyGrace: time.Minute,
+			StoppedGrace: time.Minute, LostGrace: time.Minute, OrphanGrace: time.Minute, SuspectDelay: time.Minute, SuspectWindow: time.Minute,
+		},
 	}
-	for range 30 {
-		<-ended
+	for i := range 10_000 {
+		want := plan.Proxy{
+			Name: fmt.Sprintf("p-%05d", i), SpecReady: true, Hash: "h", HashVersion: 1, LastGeneration: 1, MaxAge: 24 * time.Hour,
+		}
+		if i%10 == 0 {
+			want.Hash = "new"
+		}
+		in.Proxies = append(in.Proxies, want)
+		in.Instances = append(in.Instances, plan.Instance{
+			Proxy: i, ID: fmt.Sprintf("i-%d", i), Generation: 1, Hash: "h", HashVersion: 1, State: provider.StateRunning,
+			StateSince: now.Add(-time.Hour), Created: now.Add(-time.Hour), FirstSeen: now.Add(-time.Hour), Addressed: true, Fit: true, EverFit: true,
+		})
 	}
-	return most.Load()
+	return func(n int) map[string]float64 {
+		for range n {
+			plan.Next(in)
+		}
+		return nil
+	}, func() {}
+}
+
+func theSeed() cloudinit.Seed {
+	return cloudinit.Seed{
+		UserData: []byte("#cloud-config\npackages: [squid]\n"), MetaData: []byte("instance-id: i\nlocal-hostname: h\n"),
+		VendorData: []byte("#!/bin/sh\ntrue\n"), NetworkConfig: []byte("version: 2\n"),
+	}
+}
+
+// seedISO measures the making of a NoCloud seed image.
+func seedISO(sites) (work, func()) {
+	s := theSeed()
+	return func(n int) map[string]float64 {
+		for range n {
+			must(s.ISO())
+		}
+		return nil
+	}, func() {}
+}
+
+// genisoimage measures the same with the program, files included, as one would without the package.
+func genisoimage(sites) (work, func()) {
+	dir := must(os.MkdirTemp("", "bench-seed-"))
+	s := theSeed()
+	files := map[string][]byte{"user-data": s.UserData, "meta-data": s.MetaData, "vendor-data": s.VendorData, "network-config": s.NetworkConfig}
+	once := func() {
+		for name, content := range files {
+			must(0, os.WriteFile(filepath.Join(dir, name), content, 0o600))
+		}
+		cmd := exec.Command("genisoimage", "-quiet", "-output", "seed.iso", "-volid", "cidata", "-rational-rock", "-joliet",
+			"user-data", "meta-data", "vendor-data", "network-config")
+		cmd.Dir = dir
+		must(cmd.CombinedOutput())
+	}
+	return func(n int) map[string]float64 {
+		for range n {
+			once()
+		}
+		return nil
+	}, func() { os.RemoveAll(dir) }
 }

@@ -1,104 +1,264 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
+	"os/exec"
+	"os/signal"
 	"runtime"
 	"slices"
-	"testing"
-	"text/tabwriter"
+	"strings"
+	"syscall"
 	"time"
 )
 
-// measurement is one row; its peer is the row it is compared with.
-type measurement struct {
-	name  string
-	run   func(*testing.B)
-	peer  string
-	bar   float64 // the most that it may take of the peer's time; 0 is none
-	times []float64
-	alloc int64
-}
-
-func measurements() []*measurement {
-	return []*measurement{
-		{name: "puddle: acquire and release", run: puddleOne},
-		{name: "egress: 10 proxies", run: leases(10, plain), peer: "puddle: acquire and release", bar: 1.0},
-		{name: "egress: 1,000 proxies", run: leases(1000, plain), peer: "egress: 10 proxies", bar: 1.3},
-		{name: "egress: 20,000 proxies", run: leases(20_000, plain), peer: "egress: 10 proxies", bar: 1.3},
-		{name: "egress: selector, 10 proxies", run: leases(10, labelled)},
-		{name: "egress: selector, 20,000 proxies", run: leases(20_000, labelled), peer: "egress: selector, 10 proxies", bar: 1.3},
-		{name: "egress: 10,000 sticky keys, 10 proxies", run: leases(10, sticky)},
-		{name: "egress: 10,000 sticky keys, 20,000 proxies", run: leases(20_000, sticky), peer: "egress: 10,000 sticky keys, 10 proxies", bar: 1.3},
-		{name: "colly: round robin, no lease", run: collySwitcher},
-		{name: "puddle: contended", run: puddleContended},
-		{name: "egress: contended", run: contended, peer: "puddle: contended", bar: 1.0},
-		{name: "bare http.Transport: request through one proxy", run: bareRequests},
-		{name: "egress: request through one proxy", run: requests},
-	}
-}
-
 func main() {
-	rounds := flag.Int("rounds", 5, "rounds; each measures every row once")
-	testing.Init()
-	flag.Parse()
-	all := measurements()
-	byName := map[string]*measurement{}
-	for _, m := range all {
-		byName[m.name] = m
+	if childMain() {
+		return
 	}
-	for range *rounds {
-		for _, m := range all {
-			r := testing.Benchmark(m.run)
-			m.times = append(m.times, float64(r.T.Nanoseconds())/float64(r.N))
-			m.alloc = r.AllocsPerOp()
+	quick := flag.Bool("quick", false, "fewer and shorter turns, and smaller fleets")
+	rounds := flag.Int("rounds", 0, "rounds in which every row of a group has its turn; 0 is as many as the group wants")
+	raw := flag.String("raw", "", "file for the turns in benchstat's format")
+	only := flag.String("only", "", "only rows whose benchmark begins with this")
+	flag.Parse()
+	if err := measure(&run{quick: *quick, rounds: *rounds, only: *only}, *raw); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+// measure does a whole run and prints it. raw is the file for benchstat; empty is none.
+func measure(r *run, raw string) error {
+	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer cancel()
+	limit := 5 * time.Minute
+	if r.quick {
+		limit = time.Minute
+	}
+	ctx, cancel = context.WithTimeoutCause(ctx, limit, errSkipped("no time left"))
+	defer cancel()
+	if err := r.all(ctx); err != nil {
+		return err
+	}
+	r.table(os.Stdout)
+	if raw == "" {
+		return nil
+	}
+	f, err := os.Create(raw)
+	if err != nil {
+		return err
+	}
+	r.raw(f)
+	return f.Close()
+}
+
+// run is one run of the program.
+type run struct {
+	quick  bool
+	rounds int
+	only   string
+	groups []*group
+	began  time.Time
+	took   time.Duration
+	loads  []string // the load average at the beginning of each group, and at the end
+}
+
+func (r *run) all(ctx context.Context) error {
+	r.began = time.Now()
+	// Here, so that the rows that need them can be made at any time.
+	server, s, err := startSites(ctx)
+	if err != nil {
+		return err
+	}
+	defer server.close()
+	m := &machine{sites: s}
+	defer m.close()
+	for _, g := range groups(r.quick) {
+		g.rows = slices.DeleteFunc(g.rows, func(x *row) bool { return !strings.HasPrefix(x.name, r.only) })
+		if len(g.rows) == 0 {
+			continue
+		}
+		if r.rounds > 0 {
+			g.rounds = r.rounds
+		}
+		r.groups = append(r.groups, g)
+		r.loads = append(r.loads, load())
+		g.run(ctx, m)
+		if ctx.Err() != nil && !errors.As(context.Cause(ctx), new(errSkipped)) {
+			return context.Cause(ctx)
 		}
 	}
-	fmt.Printf("%s, %s/%s, GOMAXPROCS %d, %d interleaved rounds\n\n", runtime.Version(), runtime.GOOS, runtime.GOARCH, runtime.GOMAXPROCS(0), *rounds)
-	w := tabwriter.NewWriter(os.Stdout, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "what\tmedian\tlowest\thighest\tallocs\tratio\tbar\t")
-	for _, m := range all {
-		ratio, bar := "", ""
-		if m.peer != "" {
-			value := m.ratio(byName[m.peer])
-			ratio, bar = fmt.Sprintf("%.2f", value), fmt.Sprintf("≤ %.2f", m.bar)
-			if value > m.bar {
-				bar += " missed"
+	r.loads = append(r.loads, load())
+	r.took = time.Since(r.began)
+	return nil
+}
+
+// machine has what rows run on. Peers are started when a row first wants them.
+type machine struct {
+	sites     sites
+	installed bool
+	npmDir    string
+	npmErr    error
+	stops     []func()
+}
+
+func (m *machine) close() {
+	for _, stop := range slices.Backward(m.stops) {
+		stop()
+	}
+}
+
+func (m *machine) npm(ctx context.Context) (string, error) {
+	if !m.installed {
+		m.installed = true
+		m.npmDir, m.npmErr = installPeers(ctx)
+	}
+	return m.npmDir, m.npmErr
+}
+
+// start starts the process for a row.
+func (m *machine) start(ctx context.Context, x *row) (*child, error) {
+	switch x.subject {
+	case "genisoimage":
+		if _, err := exec.LookPath("genisoimage"); err != nil {
+			return nil, errSkipped("no genisoimage")
+		}
+	case "squid":
+		if m.sites.Squid == "" {
+			address, stop, err := startSquid(ctx, m.sites.Proxies)
+			if err != nil {
+				return nil, err
+			}
+			m.sites.Squid = address
+			m.stops = append(m.stops, stop)
+		}
+	case "chain":
+		dir, err := m.npm(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if m.sites.Chain == "" {
+			c, address, err := startChain(ctx, dir, m.sites.Proxies)
+			if err != nil {
+				return nil, err
+			}
+			m.sites.Chain = address
+			m.stops = append(m.stops, c.close)
+		}
+	case "crawlee":
+		dir, err := m.npm(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return startCrawlee(ctx, dir)
+	}
+	return startSubject(ctx, x.subject, m.sites)
+}
+
+// run gives every row its turn, round by round, there and back, so that a machine whose speed drifts is as slow for one
+// as for the other.
+func (g *group) run(ctx context.Context, m *machine) {
+	fmt.Fprintln(os.Stderr, g.title)
+	children := make([]*child, len(g.rows))
+	defer func() {
+		for _, c := range children {
+			if c != nil {
+				c.close()
 			}
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%d\t%s\t%s\t\n", m.name, nanos(median(m.times)), nanos(slices.Min(m.times)), nanos(slices.Max(m.times)), m.alloc, ratio, bar)
+	}()
+	for i, x := range g.rows {
+		if ctx.Err() != nil {
+			x.err = context.Cause(ctx)
+			continue
+		}
+		c, err := m.start(ctx, x)
+		if err == nil {
+			children[i] = c
+			err = x.settle(ctx, c, g.each)
+		}
+		if err != nil {
+			x.err = cmpErr(context.Cause(ctx), err)
+		}
 	}
-	w.Flush()
-	pooled, bare := pairedRequests()
-	fmt.Printf("\nrequests in short turns: %s through the pool, %s through a bare transport, %.3f of its requests/s (bar 0.95)\n",
-		nanos(pooled), nanos(bare), bare/pooled)
-	first := make([]float64, 0, *rounds)
-	for range *rounds {
-		first = append(first, float64(firstLease()))
+	for round := range g.rounds {
+		for k := range g.rows {
+			i := k
+			if round%2 == 1 {
+				i = len(g.rows) - 1 - k
+			}
+			x := g.rows[i]
+			if x.err != nil || ctx.Err() != nil {
+				continue
+			}
+			t, err := children[i].turn(x.work(), x.n)
+			if err != nil {
+				x.err = cmpErr(context.Cause(ctx), err)
+				continue
+			}
+			x.turns = append(x.turns, t)
+		}
 	}
-	fmt.Printf("first lease with a boot of 2 s: %s (bar 2.1 s)\n", time.Duration(median(first)).Round(time.Millisecond))
-	fmt.Printf("memory of a proxy in a pool of 10,000: %d bytes (bar 2,048)\n", memoryEach(10_000))
-	fmt.Printf("most holders of a proxy with one lease, 30 workers: %d (bar 1)\n", overlap())
 }
 
-// ratio is the median of the ratios of each round, so that a machine whose speed drifts compares like with like.
-func (m *measurement) ratio(peer *measurement) float64 {
-	var all []float64
-	for i := range m.times {
-		all = append(all, m.times[i]/peer.times[i])
+func cmpErr(first, second error) error {
+	if first != nil {
+		return first
 	}
-	return median(all)
+	return second
 }
 
-func median(values []float64) float64 {
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[len(sorted)/2]
+// settle finds how many operations make a turn of about the given length, which warms the process up too.
+func (x *row) settle(ctx context.Context, c *child, each time.Duration) error {
+	if x.n > 0 {
+		return nil
+	}
+	for n := 1; ctx.Err() == nil; {
+		t, err := c.turn(x.work(), n)
+		if err != nil {
+			return err
+		}
+		if t.NS >= float64(each)/3 {
+			x.n = max(1, int(float64(n)*float64(each)/t.NS))
+			return nil
+		}
+		n = max(n+1, min(n*20, int(float64(n)*float64(each)/2/max(t.NS, 1))))
+	}
+	return context.Cause(ctx)
 }
 
-func nanos(ns float64) string {
-	if ns < 10_000 {
-		return fmt.Sprintf("%.0f ns", ns)
+// raw writes every turn as a line of Go's benchmark format.
+func (r *run) raw(w io.Writer) {
+	fmt.Fprintf(w, "goos: %s\ngoarch: %s\npkg: crawl.example.com/egress/internal/bench\n", runtime.GOOS, runtime.GOARCH)
+	fmt.Fprintf(w, "Unit req/s better=higher\nUnit overlaps/hold better=lower\n")
+	for _, g := range r.groups {
+		for _, x := range g.rows {
+			for _, t := range x.turns {
+				fmt.Fprintf(w, "Benchmark%s-%d\t%d\t%g ns/op", x.name, runtime.GOMAXPROCS(0), t.N, t.NS/float64(t.N))
+				units := make([]string, 0, len(t.Extra))
+				for unit := range t.Extra {
+					units = append(units, unit)
+				}
+				slices.Sort(units)
+				for _, unit := range units {
+					fmt.Fprintf(w, "\t%g %s", t.Extra[unit], unit)
+				}
+				fmt.Fprintln(w)
+			}
+		}
 	}
-	return fmt.Sprintf("%.1f µs", ns/1000)
+}
+
+// load returns the load average of the last minute.
+func load() string {
+	b, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return "?"
+	}
+	first, _, _ := strings.Cut(string(b), " ")
+	return first
 }
