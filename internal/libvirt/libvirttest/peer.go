@@ -1,6 +1,7 @@
 package libvirttest
 
 import (
+	"bufio"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -94,9 +95,9 @@ func (p *peer) close() {
 
 // run reads packets until the connection ends.
 func (p *peer) run() {
+	header, r := make([]byte, headerLen), bufio.NewReaderSize(p.conn, 32<<10)
 	for {
-		header := make([]byte, headerLen)
-		if _, err := io.ReadFull(p.conn, header); err != nil {
+		if _, err := io.ReadFull(r, header); err != nil {
 			return
 		}
 		word := func(i int) uint32 { return binary.BigEndian.Uint32(header[4*i:]) }
@@ -104,7 +105,7 @@ func (p *peer) run() {
 			return
 		}
 		q := packet{procedure: word(3), kind: word(4), serial: int32(word(5)), status: word(6), payload: make([]byte, word(0)-headerLen)}
-		if _, err := io.ReadFull(p.conn, q.payload); err != nil {
+		if _, err := io.ReadFull(r, q.payload); err != nil {
 			return
 		}
 		switch q.kind {
