@@ -288,7 +288,7 @@ func (p *Pool) created(s *source, name string, req provider.CreateRequest, made 
 	}
 	m.lastErr = err
 	m.failures++
-	wait := max(p.backoff(m.failures), retryAfter(err))
+	wait := max(p.backoff(int(m.failures)), retryAfter(err))
 	switch kind := kindOf(err); {
 	case errors.Is(kind, provider.ErrPermanent):
 		m.permanent = err
@@ -351,7 +351,7 @@ func (p *Pool) deleteLocked(x *instance, why plan.Why, now time.Time) {
 		if m := x.member; m != nil && (why == plan.WhyBootTimeout || why == plan.WhyFailed || why == plan.WhyUnhealthy) {
 			// What did not come up may not come up the next time either.
 			m.failures++
-			m.notBefore = now.Add(p.backoff(m.failures))
+			m.notBefore = now.Add(p.backoff(int(m.failures)))
 			m.lastErr = fmt.Errorf("egress: instance %s was given up: %s", x.name, why)
 		}
 		p.emit(Event{Kind: EventDelete, Proxy: x.proxy, Instance: x.name, Message: string(why)})

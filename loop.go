@@ -243,13 +243,28 @@ func (p *Pool) noteStatusLocked(m *member, s plan.Status, list []*instance, now 
 	m.status = s
 }
 
-// externalLocked keeps the one instance that an external proxy has. A changed endpoint is a new instance; the old one
-// drains.
-func (p *Pool) externalLocked(m *member, now time.Time) {
+// externalsLocked keeps the one instance that each external proxy has.
+func (p *Pool) externalsLocked(now time.Time) {
+	of := map[string][]*instance{} // by proxy, so that many of them are not looked through for each
+	for _, x := range p.instances {
+		if x.source == nil {
+			of[x.proxy] = append(of[x.proxy], x)
+		}
+	}
+	for _, m := range p.order {
+		if m.decl.Mode == External {
+			p.externalLocked(m, of[m.decl.Name], now)
+		}
+	}
+}
+
+// externalLocked keeps m's one instance. A changed endpoint is a new instance; the old one drains. known are those of
+// its name, m's or not.
+func (p *Pool) externalLocked(m *member, known []*instance, now time.Time) {
 	d := &m.decl
 	port := d.Port
 	endpoint := endpointOf(d, m.auth, &instance{address: d.host, port: port})
-	for _, x := range p.instances {
+	for _, x := range known {
 		if x.member != m || !x.drainingSince.IsZero() {
 			continue
 		}
@@ -258,9 +273,9 @@ func (p *Pool) externalLocked(m *member, now time.Time) {
 		}
 		p.drainLocked(x, string(plan.WhyDrift), now)
 	}
-	for _, x := range p.instances {
+	for _, x := range known {
 		// Two entries of one server would each grant its whole limit.
-		if x.source == nil && x.proxy == d.Name && x.endpoint.Addr() == endpoint.Addr() {
+		if x.endpoint.Addr() == endpoint.Addr() {
 			p.unleaseLocked(x, "address or credentials changed", nil)
 		}
 	}

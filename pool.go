@@ -83,13 +83,13 @@ type member struct {
 
 	hash      string // of the spec; empty while it can't be made
 	specErr   error  // why the spec can't be made, or was refused
-	changed   bool   // the hash has changed since the first one
 	permanent error  // stops creates until the hash changes
 
 	relistAfter  time.Time // creates wait for a list that began after it
 	notBefore    time.Time
-	failures     int // in a row
 	lastErr      error
+	failures     int32 // in a row
+	changed      bool  // the hash has changed since the first one
 	refreshBelow int64
 
 	status plan.Status
@@ -141,11 +141,8 @@ type instance struct {
 	host        string
 	message     string
 
-	unlisted     bool
-	evacuate     bool
 	missingSince time.Time
 	lookedAt     time.Time
-	busy         bool
 	lastErr      error
 
 	endpoint *upstream.Endpoint // nil while the address is not known; never changed, only replaced
@@ -153,23 +150,28 @@ type instance struct {
 	forward  *forwarder
 
 	// What probes say.
-	fit          bool
-	everFit      bool
 	brokenAt     time.Time // when a holder said so; zero once a probe has shown otherwise
-	soft         bool
-	streak       int // of successes when positive, of failures when negative
+	streak       int       // of successes when positive, of failures when negative
 	failingSince time.Time
 	fitSince     time.Time
 	lastProbe    ProbeResult
 	egressIP     netip.Addr
 	probeDue     time.Time
 	probeIndex   int // in Pool.probes; -1 when it is not there
-	probing      bool
 
 	drainingSince time.Time
 	unwantedSince time.Time
-	dismissed     bool
 	deleting      *deletion // nil until it is asked for
+
+	// The flags stand together, because each would take a word by itself.
+	unlisted  bool
+	evacuate  bool
+	busy      bool // a call to the provider is under way
+	fit       bool
+	everFit   bool
+	soft      bool // the last failure may as well be the probe site's
+	probing   bool
+	dismissed bool
 }
 
 func (x *instance) key() instanceKey { return instanceKey{x.source, x.id} }
@@ -391,11 +393,7 @@ func (p *Pool) adoptDeclarationsLocked(declarations []declaration, values map[st
 			x.member, x.unwantedSince, x.dismissed = nil, now, true
 		}
 	}
-	for _, m := range order {
-		if m.decl.Mode == External {
-			p.externalLocked(m, now)
-		}
-	}
+	p.externalsLocked(now)
 	for _, x := range p.instances {
 		p.refreshEndpointLocked(x)
 	}

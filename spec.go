@@ -291,11 +291,7 @@ func (p *Pool) refreshSecrets() {
 			p.setSpecLocked(m, made[i])
 		}
 	}
-	for _, m := range p.order {
-		if m.decl.Mode == External {
-			p.externalLocked(m, time.Now())
-		}
-	}
+	p.externalsLocked(time.Now())
 	for _, x := range p.instances {
 		p.refreshEndpointLocked(x)
 	}
