@@ -290,7 +290,7 @@ type Host struct {
 	using    map[string]int       // bases that must stay, by name
 	measured map[string]string    // digests of data that was read, by volume and algorithm
 	mine     map[string]bool      // data volumes of this process that are not published, by name
-	promises map[string]promise   // what creates are going to use, by instance name
+	promises promises             // what creates are going to use
 	noKVM    bool                 // KVM was tried and does not work
 	hasKVM   bool                 // an instance was started with it
 }
@@ -308,7 +308,7 @@ func New(config Config) (*Host, error) {
 	h := &Host{
 		config: config, uri: uri, agents: make(chan struct{}, maxAgents),
 		names: map[string]*turn{}, making: map[string]int{}, removing: map[string]int{}, known: map[uuid]identity{}, agent: map[uuid]agentRecord{},
-		fetches: map[string]*fetch{}, using: map[string]int{}, measured: map[string]string{}, mine: map[string]bool{}, promises: map[string]promise{},
+		fetches: map[string]*fetch{}, using: map[string]int{}, measured: map[string]string{}, mine: map[string]bool{},
 	}
 	h.ctx, h.cancel = context.WithCancelCause(context.Background())
 	how := config.connection(uri)

@@ -131,7 +131,10 @@ func (h *Host) identify(s *libvirt.Session, dom golibvirt.Domain) (identity, err
 	text, err := s.DomainGetMetadata(dom, int32(golibvirt.DomainMetadataElement), golibvirt.OptString{metadataURI}, golibvirt.DomainAffectConfig)
 	switch {
 	case err == nil:
-		who = parseRecord(dom.Name, text)
+		// A clone carries a copy of our mark. Its name and UUID are its own, and the files are the original's.
+		if who = parseRecord(dom.Name, text); !strings.HasSuffix(who.Prefix, prefixOf("", dom.UUID)) {
+			who = identity{}
+		}
 	case libvirt.Code(err) == golibvirt.ErrNoDomainMetadata, libvirt.Code(err) == golibvirt.ErrOperationInvalid:
 		// The second is a transient domain's, which has no configuration. We make none of those.
 		who = identity{}

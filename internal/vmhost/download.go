@@ -62,6 +62,7 @@ type source struct {
 	offset    int64
 	total     int64 // -1 when the server does not say
 	fruitless int
+	broke     error // why it was not taken up again
 	ended     error
 
 	sum      hash.Hash
@@ -184,6 +185,9 @@ func (s *source) Read(p []byte) (int, error) {
 		case s.ctx.Err() != nil:
 			s.end(context.Cause(s.ctx))
 		case s.fruitless >= maxResumes || s.total < 0:
+			if s.broke != nil {
+				err = s.broke
+			}
 			s.end(fault(provider.ErrUnavailable, provider.ReasonImageNotFound, "get %s: broke off at byte %d of %d: %v", s.shown, s.offset, s.total, err))
 		default:
 			_ = s.body.Close() // it broke
@@ -193,6 +197,8 @@ func (s *source) Read(p []byte) (int, error) {
 				s.end(err)
 			} else if again, err := s.request(); err != nil && !again {
 				s.end(err)
+			} else {
+				s.broke = err
 			}
 		}
 	}

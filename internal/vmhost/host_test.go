@@ -1,19 +1,32 @@
 package vmhost
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
 
+	"crawl.example.com/egress/internal/libvirt/libvirttest"
 	"crawl.example.com/egress/provider"
 )
 
+func wantKind(t *testing.T, err, kind error, reason provider.Reason, text string) {
+	t.Helper()
+	if !errors.Is(err, kind) || provider.ReasonOf(err) != reason || !strings.Contains(err.Error(), text) {
+		t.Errorf("got %v (%v, %s), want %v, %s and %q", err, provider.Kind(err), provider.ReasonOf(err), kind, reason, text)
+	}
+}
+
 func TestAnInstanceIsMadeFoundAndDeletedWithAllThatBelongsToIt(t *testing.T) {
-	inBubble(t, nil, func(t *testing.T, r *rig) {
+	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.Autostart = true }, func(t *testing.T, r *rig) {
 		x := r.create(t, "a", spec())
-		if x.State != provider.StateRunning || x.Host != "attic" || x.Name != "own--a--1" || x.Message != "because" {
+		if x.State != provider.StateRunning || x.Host != "attic" || x.Name != "own--a--1" || x.Message != "because" || x.Created.IsZero() {
 			t.Errorf("made %+v", x)
 		}
 		all, err := r.List(t.Context(), "own")
@@ -24,8 +37,25 @@ func TestAnInstanceIsMadeFoundAndDeletedWithAllThatBelongsToIt(t *testing.T) {
 			t.Errorf("another owner sees %+v, %v", others, err)
 		}
 		d := r.peer.Domains()[0]
-		if d.State != golibvirt.DomainRunning || d.Autostart {
-			t.Errorf("the domain is in state %v, autostart %t", d.State, d.Autostart)
+		if d.State != golibvirt.DomainRunning || !d.Autostart || d.XML.Type != "kvm" {
+			t.Errorf("the domain: %+v", d)
+		}
+		volumes := map[string]libvirttest.Volume{}
+		for _, v := range r.peer.Volumes() {
+			volumes[v.Name] = v
+		}
+		prefix := d.XML.Devices.Disks[0].Source.File.File
+		prefix = strings.TrimSuffix(strings.TrimPrefix(prefix, "/var/lib/libvirt/images/"), "qcow2")
+		disk, seed, base := volumes[diskName(prefix)], volumes[seedName(prefix)], volumes["base-debian.qcow2"]
+		if disk.Capacity != 3<<30 || disk.BackingFormat != "qcow2" || disk.Backing != "/var/lib/libvirt/images/base-debian.qcow2" {
+			t.Errorf("disk: %+v", disk)
+		}
+		if seed.Mode != "0600" || !strings.Contains(string(seed.Content), "a secret that nobody may see") {
+			t.Errorf("the seed has mode %s and %d bytes", seed.Mode, len(seed.Content))
+		}
+		data := volumes[strings.TrimPrefix(base.Backing, "/var/lib/libvirt/images/")]
+		if base.Capacity != 1<<30 || base.BackingFormat != "qcow2" || sum(data.Content) != r.config.Images["debian"].SHA256 || data.Mode != "0600" {
+			t.Errorf("base: %+v on %s", base, data.Name)
 		}
 		if err := r.Delete(t.Context(), x.ID); err != nil {
 			t.Fatal(err)
@@ -35,12 +65,514 @@ func TestAnInstanceIsMadeFoundAndDeletedWithAllThatBelongsToIt(t *testing.T) {
 		}
 		_, err = r.Get(t.Context(), x.ID)
 		wantKind(t, err, provider.ErrNotFound, provider.ReasonUnknown, "there is no domain")
+		wantKind(t, r.Delete(t.Context(), x.ID), provider.ErrNotFound, provider.ReasonUnknown, "there is no domain")
+		wantKind(t, r.Delete(t.Context(), "x"), provider.ErrNotFound, provider.ReasonUnknown, `id "x" was never given`)
+		if strings.Contains(r.log.String(), "nobody may see") {
+			t.Error("a secret is in the log")
+		}
 	})
 }
 
-func wantKind(t *testing.T, err, kind error, reason provider.Reason, text string) {
-	t.Helper()
-	if !errors.Is(err, kind) || provider.ReasonOf(err) != reason || !strings.Contains(err.Error(), text) {
-		t.Errorf("got %v (%v, %s), want %v, %s and %q", err, provider.Kind(err), provider.ReasonOf(err), kind, reason, text)
+func TestANameIsTakenByWhoeverHasIt(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrAlreadyExists, provider.ReasonUnknown, "the domain own--a--1 is there")
+		other := request("a", spec())
+		other.Mark.Owner = "somebody"
+		_, err = r.Create(t.Context(), other, "")
+		wantKind(t, err, provider.ErrPermanent, provider.ReasonUnknown, "carries another mark")
+		r.peer.AddDomain("own--b--1")
+		_, err = r.Create(t.Context(), request("b", spec()), "")
+		wantKind(t, err, provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+		foreign := r.peer.AddDomain("theirs")
+		wantKind(t, r.Delete(t.Context(), formatUUID(foreign)), provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+		_, err = r.Get(t.Context(), formatUUID(foreign))
+		wantKind(t, err, provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+		if all, err := r.List(t.Context(), "own"); err != nil || len(all) != 1 || all[0].ID != x.ID {
+			t.Errorf("listed %+v, %v", all, err)
+		}
+		bad := request("c", spec())
+		bad.Mark.Owner = "two words"
+		_, err = r.Create(t.Context(), bad, "")
+		wantKind(t, err, provider.ErrPermanent, provider.ReasonUnsupported, "can't be stored")
+		bad = request("c", spec())
+		bad.Spec.CPUs = -1
+		_, err = r.Create(t.Context(), bad, "")
+		wantKind(t, err, provider.ErrPermanent, provider.ReasonUnsupported, "spec: CPUs -1")
+	})
+}
+
+// A copy made by hand, with our mark in it, is somebody else's, and so are the files of the original.
+func TestACloneOfAnInstanceIsNotOurs(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		original := r.peer.Domains()[0]
+		clone := r.peer.AddDomain("copy")
+		r.peer.ChangeDomain("copy", func(d *libvirttest.Domain) { d.Metadata = original.Metadata })
+		if all, err := r.List(t.Context(), "own"); err != nil || len(all) != 1 || all[0].ID != x.ID {
+			t.Errorf("listed %+v, %v", all, err)
+		}
+		wantKind(t, r.Delete(t.Context(), formatUUID(clone)), provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+		if left := r.left(); len(left) != 5 { // two domains, disk, seed and log
+			t.Errorf("left: %q", left)
+		}
+	})
+}
+
+// procedures returns the calls of f in their order.
+func (r *rig) procedures(f func()) []string {
+	before := r.peer.History()
+	f()
+	return r.peer.History()[len(before):]
+}
+
+// Whatever call of a create fails, however, the next one finds the ground clean or the instance made, and nothing is left when
+// it is deleted.
+func TestACreateMayFailAtEachCall(t *testing.T) {
+	for how, f := range map[string]libvirttest.Fault{
+		"refused": {Code: golibvirt.ErrInternalError, Message: "internal error: refused"}, "cut": {Cut: true}, "answer lost": {Lose: true}, "hung": {Hang: true},
+	} {
+		t.Run(how, func(t *testing.T) {
+			inBubble(t, func(c *Config, _ *libvirttest.Config) { c.Autostart = true }, func(t *testing.T, r *rig) {
+				first := r.create(t, "first", spec()) // so that the image is there
+				if err := r.Delete(t.Context(), first.ID); err != nil {
+					t.Fatal(err)
+				}
+				var x provider.Instance
+				calls := r.procedures(func() { x = r.create(t, "a", spec()) })
+				if err := r.Delete(t.Context(), x.ID); err != nil {
+					t.Fatal(err)
+				}
+				failed := 0
+				for i, name := range calls {
+					f := f
+					f.Skip, f.Times = i, 1
+					mend := r.peer.Inject(f)
+					ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+					x, err := r.Create(ctx, request("a", spec()), "")
+					cancel()
+					mend()
+					if err != nil {
+						failed++
+						if kind := provider.Kind(err); !errors.Is(kind, provider.ErrUnavailable) && !errors.Is(kind, provider.ErrOutcomeUnknown) {
+							t.Errorf("call %d, %s: %v is %v", i, name, err, kind)
+						}
+						if len(r.left()) > 0 && errors.Is(err, provider.ErrUnavailable) && !errors.Is(err, provider.ErrOutcomeUnknown) {
+							t.Errorf("call %d, %s: left %q, and the error says that it is safe to ask elsewhere: %v", i, name, r.left(), err)
+						}
+						time.Sleep(time.Minute) // of fake time: what goes on without the caller has its end
+						if x, err = r.Create(t.Context(), request("a", spec()), ""); err != nil && !errors.Is(err, provider.ErrAlreadyExists) {
+							t.Fatalf("call %d, %s: again: %v", i, name, err)
+						}
+					}
+					all, err := r.List(t.Context(), "own")
+					if err != nil || len(all) != 1 || all[0].State != provider.StateRunning || x.ID != "" && all[0].ID != x.ID {
+						t.Fatalf("call %d, %s: listed %+v, %v", i, name, all, err)
+					}
+					if err := r.Delete(t.Context(), all[0].ID); err != nil {
+						t.Fatalf("call %d, %s: %v", i, name, err)
+					}
+					if left := r.left(); len(left) > 0 {
+						t.Fatalf("call %d, %s: left %q", i, name, left)
+					}
+				}
+				t.Logf("%d of %d calls fail a create", failed, len(calls))
+				if failed < len(calls)/2 {
+					t.Errorf("%d of %d calls fail a create", failed, len(calls))
+				}
+			})
+		})
 	}
+}
+
+func TestADeleteMayFailAtEachCall(t *testing.T) {
+	for how, f := range map[string]libvirttest.Fault{
+		"refused": {Code: golibvirt.ErrInternalError, Message: "internal error: refused"}, "cut": {Cut: true}, "answer lost": {Lose: true}, "hung": {Hang: true},
+	} {
+		t.Run(how, func(t *testing.T) {
+			inBubble(t, nil, func(t *testing.T, r *rig) {
+				x := r.create(t, "a", spec())
+				calls := r.procedures(func() {
+					if err := r.Delete(t.Context(), x.ID); err != nil {
+						t.Fatal(err)
+					}
+				})
+				for i, name := range calls {
+					x := r.create(t, "a", spec())
+					f := f
+					f.Skip, f.Times = i, 1
+					mend := r.peer.Inject(f)
+					ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+					err := r.Delete(ctx, x.ID)
+					cancel()
+					mend()
+					time.Sleep(time.Minute) // of fake time
+					all, listErr := r.List(t.Context(), "own")
+					if listErr != nil || err == nil && len(all) > 0 || len(all) == 0 && len(r.left()) > 0 {
+						t.Fatalf("call %d, %s: after %v listed %+v, %v; left %q", i, name, err, all, listErr, r.left())
+					}
+					if err := r.Delete(t.Context(), x.ID); err != nil && !errors.Is(err, provider.ErrNotFound) {
+						t.Fatalf("call %d, %s: again: %v", i, name, err)
+					}
+					if left := r.left(); len(left) > 0 {
+						t.Fatalf("call %d, %s: left %q", i, name, left)
+					}
+				}
+			})
+		})
+	}
+}
+
+func TestWhatACrashLeavesHalfMadeIsListedAsFailedAndMadeAnew(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "first", spec())
+		// The answer to the start is lost, and the daemon stays away for as long as the clean-up tries.
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainCreateWithFlags", Times: 1, Lose: true, Do: func() { go r.peer.SetDown(true) }})
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrOutcomeUnknown, provider.ReasonUnreachable, "")
+		time.Sleep(2 * time.Minute)
+		r.peer.SetDown(false)
+		time.Sleep(time.Minute)
+		all, err := r.List(t.Context(), "own")
+		i := slices.IndexFunc(all, func(x provider.Instance) bool { return x.Name == "own--a--1" })
+		if err != nil || i < 0 || all[i].State != provider.StateFailed || !strings.Contains(all[i].Message, "half made") {
+			t.Fatalf("listed %+v, %v", all, err)
+		}
+		x := r.create(t, "a", spec())
+		if x.ID == all[i].ID {
+			t.Error("it has the UUID of the one before")
+		}
+	})
+}
+
+func TestAnInstanceBeingMadeIsPendingAndOneBeingDeletedIsDeleting(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "first", spec())
+		state := func(want provider.State) {
+			t.Helper()
+			all, err := r.List(t.Context(), "own")
+			i := slices.IndexFunc(all, func(x provider.Instance) bool { return x.Name == "own--a--1" })
+			if err != nil || i < 0 || all[i].State != want {
+				t.Errorf("listed %+v, %v, want %v", all, err, want)
+			}
+		}
+		mend := r.peer.Inject(libvirttest.Fault{Procedure: "DomainCreateWithFlags", Delay: 5 * time.Second})
+		made := make(chan provider.Instance)
+		go func() { made <- r.create(t, "a", spec()) }()
+		time.Sleep(time.Second)
+		state(provider.StatePending)
+		x := <-made
+		mend()
+		state(provider.StateRunning)
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainUndefineFlags", Delay: 5 * time.Second})
+		deleted := make(chan error)
+		go func() { deleted <- r.Delete(t.Context(), x.ID) }()
+		time.Sleep(time.Second)
+		state(provider.StateDeleting)
+		if err := <-deleted; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestCallsThatHangEndWithTheirContextAndKeepNobodyElseWaiting(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		r.peer.Inject(libvirttest.Fault{Procedure: "ConnectGetAllDomainStats", Hang: true})
+		begin := time.Now()
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		defer cancel()
+		_, err := r.List(ctx, "own")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonTimeout, "")
+		if took := time.Since(begin); took != 3*time.Second {
+			t.Errorf("it took %s", took)
+		}
+		begin = time.Now()
+		if _, err := r.Get(t.Context(), x.ID); err != nil || time.Since(begin) > 0 {
+			t.Errorf("beside it: %v after %s", err, time.Since(begin))
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		stop()
+		_, err = r.List(ctx, "own")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonTimeout, "")
+	})
+}
+
+func TestCloseEndsWhatHangs(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "a", spec())
+		r.peer.Inject(libvirttest.Fault{Hang: true})
+		failed := make(chan error)
+		go func() {
+			_, err := r.List(context.Background(), "own")
+			failed <- err
+		}()
+		synctest.Wait()
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+		wantKind(t, <-failed, provider.ErrUnavailable, provider.ReasonUnreachable, "closed")
+		_, err := r.Create(t.Context(), request("b", spec()), "")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonUnreachable, "the provider is closed")
+		synctest.Wait()
+		if n := r.peer.Conns(); n != 0 {
+			t.Errorf("%d connections are left", n)
+		}
+	})
+}
+
+func TestErrorsOfLibvirtSayWhatToDo(t *testing.T) {
+	for _, c := range []struct {
+		what   string
+		fault  libvirttest.Fault
+		kind   error
+		reason provider.Reason
+		text   string
+	}{
+		{"no right", libvirttest.Fault{Procedure: "ConnectOpen", Code: golibvirt.ErrAuthFailed, Message: "authentication failed: access denied by policy"}, provider.ErrDenied, provider.ReasonPermissionDenied, "the group libvirt or a polkit rule"},
+		{"no polkit", libvirttest.Fault{Procedure: "ConnectOpen", Code: golibvirt.ErrInternalError, Message: "internal error: unable to connect to the system bus"}, provider.ErrDenied, provider.ReasonPermissionDenied, "polkit"},
+		{"read only", libvirttest.Fault{Procedure: "DomainDefineXMLFlags", Code: golibvirt.ErrOperationDenied, Message: "operation forbidden: read only access"}, provider.ErrDenied, provider.ReasonPermissionDenied, "read only"},
+		{"full at the disk", libvirttest.Fault{Procedure: "StorageVolCreateXML", Skip: 3, Code: golibvirt.ErrSystemError, Message: "cannot allocate: No space left on device"}, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "the storage pool is full"},
+		{"quota", libvirttest.Fault{Procedure: "StorageVolCreateXML", Code: golibvirt.ErrOperationFailed, Message: "Disk quota exceeded"}, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "the storage pool is full"},
+		{"unknown procedure", libvirttest.Fault{Procedure: "NodeGetMemoryStats", Code: golibvirt.ErrRPC, Message: "unknown procedure: 228"}, provider.ErrPermanent, provider.ReasonUnsupported, "too old"},
+		{"bad domain", libvirttest.Fault{Procedure: "DomainDefineXMLFlags", Code: golibvirt.ErrXMLInvalidSchema, Message: "XML document failed to validate"}, provider.ErrPermanent, provider.ReasonUnsupported, "failed to validate"},
+		{"defined by somebody else", libvirttest.Fault{Procedure: "DomainDefineXMLFlags", Code: golibvirt.ErrOperationFailed, Message: "operation failed: domain 'own--a--1' already exists with uuid 1"}, provider.ErrUnavailable, provider.ReasonUnknown, "somebody else has just defined"},
+		{"no memory", libvirttest.Fault{Procedure: "DomainCreateWithFlags", Code: golibvirt.ErrInternalError, Message: "internal error: qemu unexpectedly closed: cannot set up guest memory: Cannot allocate memory"}, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "out of memory"},
+		{"no firmware at the start", libvirttest.Fault{Procedure: "DomainCreateWithFlags", Code: golibvirt.ErrOperationFailed, Message: "operation failed: Unable to find any firmware to satisfy 'efi'"}, provider.ErrUnavailable, provider.ReasonUnsupported, "Debian: ovmf"},
+		{"lock", libvirttest.Fault{Procedure: "DomainCreateWithFlags", Code: golibvirt.ErrOperationTimeout, Message: "Timed out during operation: cannot acquire state change lock"}, provider.ErrUnavailable, provider.ReasonTimeout, "state change lock"},
+	} {
+		inBubble(t, nil, func(t *testing.T, r *rig) {
+			r.peer.Inject(c.fault)
+			x, err := r.Create(t.Context(), request("a", spec()), "")
+			if err == nil {
+				t.Errorf("%s: made %+v", c.what, x)
+				return
+			}
+			wantKind(t, err, c.kind, c.reason, c.text)
+			e, ok := errors.AsType[*provider.Error](err)
+			if !ok || e.Provider != "home" || e.Target != "attic" || e.Op != "create" || e.Instance != "own--a--1" {
+				t.Errorf("%s: %+v", c.what, e)
+			}
+			if left := r.left(); len(left) > 0 {
+				t.Errorf("%s: left %q", c.what, left)
+			}
+		})
+	}
+}
+
+func TestWhereKVMDoesNotWorkInstancesAreEmulatedIfThatIsAllowed(t *testing.T) {
+	noKVM := func(allowed bool) func(*Config, *libvirttest.Config) {
+		return func(c *Config, there *libvirttest.Config) { c.AllowEmulation, there.NoKVM = allowed, true }
+	}
+	inBubble(t, noKVM(false), func(t *testing.T, r *rig) {
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonUnsupported, "KVM does not work on this host, and AllowEmulation is not set")
+		if left := r.left(); len(left) > 0 {
+			t.Errorf("left %q", left)
+		}
+		if health := r.Check(t.Context()); health.Ready || health.Reason != provider.ReasonUnsupported || !strings.Contains(health.Message, "AllowEmulation is false") {
+			t.Errorf("%+v", health)
+		}
+	})
+	inBubble(t, noKVM(true), func(t *testing.T, r *rig) {
+		r.create(t, "a", spec())
+		r.create(t, "b", spec())
+		for _, d := range r.peer.Domains() {
+			if d.XML.Type != "qemu" || d.XML.CPU.Mode != "maximum" {
+				t.Errorf("%s has type %s and %+v", d.XML.Name, d.XML.Type, d.XML.CPU)
+			}
+		}
+		if n := r.peer.Calls()["DomainCreateWithFlags"]; n != 3 {
+			t.Errorf("%d starts: KVM is tried once", n)
+		}
+		if n := strings.Count(r.log.String(), "KVM does not work"); n != 1 {
+			t.Errorf("it is said %d times", n)
+		}
+		if health := r.Check(t.Context()); !health.Ready || !strings.HasSuffix(health.Message, ", qemu") {
+			t.Errorf("%+v", health)
+		}
+	})
+}
+
+func TestRoomIsKeptForOthersAndForCreatesUnderWay(t *testing.T) {
+	inBubble(t, func(c *Config, there *libvirttest.Config) {
+		c.MaxInstances, c.MaxCPUs, there.MemoryMiB = 4, 5, 512+1024
+	}, func(t *testing.T, r *rig) {
+		s := spec()
+		s.CPUs = 1
+		r.create(t, "a", s)
+		plan, err := r.Plan(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		used, why, err := r.Room(t.Context(), plan)
+		if err != nil || why != "" || used.Instances != 1 || used.MemoryMiB != 256 || used.CPUs != 1 || used.TotalMemoryMiB != 1024 || used.TotalCPUs != 5 {
+			t.Errorf("%+v, %q, %v", used, why, err)
+		}
+		full := func(change func(*provider.Spec), want string) {
+			t.Helper()
+			s := s
+			change(&s)
+			_, err := r.Create(t.Context(), request("full", s), "")
+			wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, want)
+		}
+		full(func(s *provider.Spec) { s.MemoryMiB = 800 }, "256 of 1024 MiB of memory are spoken for, and 800 are wanted")
+		full(func(s *provider.Spec) { s.CPUs = 5 }, "1 of MaxCPUs 5 are spoken for, and 5 are wanted")
+		r.peer.ChangeDomain("own--a--1", func(d *libvirttest.Domain) { d.State = golibvirt.DomainShutoff })
+		full(func(s *provider.Spec) { s.MemoryMiB = 800 }, "256 of 1024 MiB") // it may be started again
+
+		// Eight at once: three fit, whatever the order.
+		errs := make(chan error)
+		for i := range 8 {
+			go func() {
+				_, err := r.Create(t.Context(), request(fmt.Sprintf("p%d", i), s), "")
+				errs <- err
+			}()
+		}
+		made := 0
+		for range 8 {
+			if err := <-errs; err == nil {
+				made++
+			} else if !errors.Is(err, provider.ErrNoCapacity) {
+				t.Error(err)
+			}
+		}
+		if made != 3 {
+			t.Errorf("%d were made beside one, of at most 4", made)
+		}
+	})
+}
+
+func TestTheStoragePoolKeepsItsReserve(t *testing.T) {
+	inBubble(t, func(c *Config, there *libvirttest.Config) { c.MinFreeGiB, there.PoolBytes = 2, 2<<30 }, func(t *testing.T, r *rig) {
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "no more than the 2048 MiB free that are kept (MinFreeGiB)")
+		health := r.Check(t.Context())
+		r.peer.SetConfig(func(c *libvirttest.Config) { c.PoolBytes = 2<<30 + 100<<10 })
+		_, err = r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "of which 2048 MiB are kept")
+		if health = r.Check(t.Context()); !health.Ready || !strings.Contains(health.Message, "2 GiB free in default") {
+			t.Errorf("%+v", health)
+		}
+	})
+}
+
+func TestACheckSaysWhatIsMissing(t *testing.T) {
+	for _, c := range []struct {
+		what   string
+		change func(r *rig)
+		reason provider.Reason
+		text   string
+	}{
+		{"nothing", func(*rig) {}, provider.ReasonReady, "libvirt 9.0.0, 1024 GiB free in default, kvm"},
+		{"old", func(r *rig) { r.peer.SetConfig(func(c *libvirttest.Config) { c.Version = 7_001_000 }) }, provider.ReasonUnsupported, "libvirt 7.1.0, want 7.2.0"},
+		{"pool", func(r *rig) { r.peer.RemovePool("default") }, provider.ReasonStorageNotFound, "there is no storage pool default"},
+		{"pool off", func(r *rig) {
+			r.peer.SetPool(libvirttest.Pool{Name: "default", Type: "dir", Path: "/p", Inactive: true})
+		}, provider.ReasonStorageNotFound, "virsh pool-start default"},
+		{"pool type", func(r *rig) { r.peer.SetPool(libvirttest.Pool{Name: "default", Type: "logical", Path: "/dev/vg"}) }, provider.ReasonUnsupported, "has type logical"},
+		{"pool without folder", func(r *rig) { r.peer.SetPool(libvirttest.Pool{Name: "default", Type: "rbd"}) }, provider.ReasonUnsupported, "is no folder"},
+		{"pool full", func(r *rig) { r.peer.SetConfig(func(c *libvirttest.Config) { c.PoolBytes = 1 << 20 }) }, provider.ReasonInsufficientCapacity, "has 1 MiB free, want MinFreeGiB 1"},
+		{"network", func(r *rig) { r.peer.RemoveNetwork("default") }, provider.ReasonNetworkNotFound, "there is no network default"},
+		{"network off", func(r *rig) { r.peer.SetNetwork(libvirttest.Network{Name: "default", Inactive: true}) }, provider.ReasonNetworkNotFound, "virsh net-start default"},
+		{"firmware", func(r *rig) { r.peer.SetConfig(func(c *libvirttest.Config) { c.NoUEFI = true }) }, provider.ReasonUnsupported, "Debian: ovmf"},
+		{"KVM", func(r *rig) { r.peer.SetConfig(func(c *libvirttest.Config) { c.NoKVM = true }) }, provider.ReasonUnsupported, "no KVM for x86_64"},
+		{"daemon", func(r *rig) { r.peer.SetDown(true) }, provider.ReasonUnreachable, "connection refused"},
+		{"pool busy", func(r *rig) {
+			r.peer.Inject(libvirttest.Fault{Procedure: "StoragePoolRefresh", Code: golibvirt.ErrInternalError, Message: "internal error: pool 'default' has asynchronous jobs running."})
+		}, provider.ReasonReady, "kvm"},
+		{"denied", func(r *rig) {
+			r.peer.Inject(libvirttest.Fault{Code: golibvirt.ErrAuthCancelled, Message: "authentication cancelled"})
+		}, provider.ReasonPermissionDenied, "the group libvirt"},
+		{"silent", func(r *rig) { r.peer.Inject(libvirttest.Fault{Hang: true}) }, provider.ReasonTimeout, ""},
+	} {
+		inBubble(t, nil, func(t *testing.T, r *rig) {
+			c.change(r)
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
+			begin := time.Now()
+			health := r.Check(ctx)
+			if health.Ready != (c.reason == provider.ReasonReady) || health.Reason != c.reason || !strings.Contains(health.Message, c.text) || health.Target != "attic" {
+				t.Errorf("%s: %+v, want %s and %q", c.what, health, c.reason, c.text)
+			}
+			if took := time.Since(begin); health.Duration != took || took > 5*time.Second || !health.CheckedAt.Equal(time.Now()) {
+				t.Errorf("%s: it took %s and says %s", c.what, took, health.Duration)
+			}
+		})
+	}
+}
+
+func TestACheckGoesAroundWhatHangs(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "a", spec())
+		r.peer.Inject(libvirttest.Fault{Procedure: "ConnectGetAllDomainStats", Hang: true})
+		for range 30 { // more than there are sessions
+			go func() { _, _ = r.List(context.Background(), "own") }()
+		}
+		synctest.Wait()
+		if health := r.Check(t.Context()); !health.Ready {
+			t.Errorf("%+v", health)
+		}
+	})
+}
+
+func TestStatesAreTranslated(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		for _, c := range []struct {
+			state  golibvirt.DomainState
+			reason int32
+			want   provider.State
+			text   string
+		}{
+			{golibvirt.DomainRunning, 1, provider.StateRunning, "because"},
+			{golibvirt.DomainBlocked, 0, provider.StateRunning, "because"},
+			{golibvirt.DomainPaused, int32(golibvirt.DomainPausedUser), provider.StateStopped, "virsh resume"},
+			{golibvirt.DomainPaused, int32(golibvirt.DomainPausedIoerror), provider.StateStopped, "is the storage pool full?"},
+			{golibvirt.DomainPaused, int32(golibvirt.DomainPausedStartingUp), provider.StatePending, "starting"},
+			{golibvirt.DomainPaused, int32(golibvirt.DomainPausedCrashed), provider.StateFailed, "crashed"},
+			{golibvirt.DomainShutdown, 0, provider.StateStopped, "shutting down"},
+			{golibvirt.DomainShutoff, int32(golibvirt.DomainShutoffShutdown), provider.StateStopped, "switched off"},
+			{golibvirt.DomainShutoff, int32(golibvirt.DomainShutoffFailed), provider.StateFailed, "did not start"},
+			{golibvirt.DomainShutoff, int32(golibvirt.DomainShutoffSaved), provider.StateStopped, "hibernated"},
+			{golibvirt.DomainCrashed, 0, provider.StateFailed, "crashed"},
+			{golibvirt.DomainPmsuspended, 0, provider.StateStopped, "suspended"},
+			{golibvirt.DomainNostate, 0, provider.StateUnknown, "because"},
+		} {
+			r.peer.ChangeDomain("own--a--1", func(d *libvirttest.Domain) { d.State, d.Reason = c.state, c.reason })
+			got, err := r.Get(t.Context(), x.ID)
+			all, listErr := r.List(t.Context(), "own")
+			if err != nil || listErr != nil || len(all) != 1 || got.State != c.want || all[0].State != c.want || !strings.Contains(got.Message, c.text) {
+				t.Errorf("%v %d: %+v, %v; listed %+v, %v", c.state, c.reason, got, err, all, listErr)
+			}
+		}
+		r.peer.ChangeDomain("own--a--1", func(d *libvirttest.Domain) { d.State, d.Reason, d.Saved = golibvirt.DomainShutoff, 0, true })
+		if got, err := r.Get(t.Context(), x.ID); err != nil || !strings.Contains(got.Message, "hibernated") {
+			t.Errorf("%+v, %v", got, err)
+		}
+		if err := r.Delete(t.Context(), x.ID); err != nil || len(r.left()) > 0 {
+			t.Errorf("%v, left %q", err, r.left())
+		}
+	})
+}
+
+func TestAGuestHasItsGraceToShutDown(t *testing.T) {
+	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = 20 * time.Second }, func(t *testing.T, r *rig) {
+		took := func(heeds bool) time.Duration {
+			x := r.create(t, "a", spec())
+			r.peer.ChangeDomain("own--a--1", func(d *libvirttest.Domain) { d.ShutsDown = heeds })
+			begin := time.Now()
+			if err := r.Delete(t.Context(), x.ID); err != nil {
+				t.Fatal(err)
+			}
+			return time.Since(begin)
+		}
+		if d := took(true); d > time.Second {
+			t.Errorf("a guest that shuts down was waited for %s", d)
+		}
+		if d := took(false); d != 20*time.Second {
+			t.Errorf("a guest that does not was given %s", d)
+		}
+	})
 }

@@ -3,6 +3,8 @@ package vmhost
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
 
@@ -16,6 +18,65 @@ const hostReserveMiB = 512
 // promise is what a create that is under way is going to use.
 type promise struct {
 	memoryMiB, cpus int
+}
+
+// promises are those of a host. One that ends while somebody is asking what is in use still counts there: the answer may be
+// from before its domain was defined. The zero value is ready for use.
+type promises struct {
+	kept  map[string]promise // by instance name
+	ended []endedPromise
+	asked int          // questions that have begun
+	open  map[int]bool // questions under way, by when they began
+}
+
+type endedPromise struct {
+	promise
+	name string
+	at   int // questions that had begun by then
+}
+
+func (p *promises) begin() (question int) {
+	if p.open == nil {
+		p.open = map[int]bool{}
+	}
+	p.asked++
+	p.open[p.asked] = true
+	return p.asked
+}
+
+func (p *promises) end(question int) {
+	delete(p.open, question)
+	oldest := p.asked + 1
+	for q := range p.open {
+		oldest = min(oldest, q)
+	}
+	p.ended = slices.DeleteFunc(p.ended, func(e endedPromise) bool { return e.at < oldest })
+}
+
+func (p *promises) keep(name string, what promise) {
+	if p.kept == nil {
+		p.kept = map[string]promise{}
+	}
+	p.kept[name] = what
+}
+
+func (p *promises) release(name string) {
+	if len(p.open) > 0 {
+		p.ended = append(p.ended, endedPromise{p.kept[name], name, p.asked})
+	}
+	delete(p.kept, name)
+}
+
+// of returns what counts for a question, by name.
+func (p *promises) of(question int) map[string]promise {
+	all := map[string]promise{}
+	for _, e := range p.ended {
+		if e.at >= question {
+			all[e.name] = e.promise
+		}
+	}
+	maps.Copy(all, p.kept)
+	return all
 }
 
 // Usage is what a host has and what of it is spoken for, by whomever.
@@ -32,46 +93,54 @@ type Usage struct {
 
 // Room reports what is in use, and why an instance of that plan does not fit, or nothing when it does. Creates by
 // others are taken into account as far as they are known.
-func (h *Host) Room(ctx context.Context, plan *Plan) (Usage, string, error) {
-	used, names, err := h.usage(ctx)
-	if err != nil {
-		return used, "", h.wrap("create", "", err)
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.addPromisesLocked(&used, names, "")
-	return used, h.lacking(used, plan), nil
+func (h *Host) Room(ctx context.Context, plan *Plan) (used Usage, why string, err error) {
+	err = h.spokenFor(ctx, "", func(u Usage) { used, why = u, h.lacking(u, plan) })
+	return used, why, h.wrap("create", "", err)
 }
 
 // promise makes sure that there is room for an instance and keeps it until release is called.
 func (h *Host) promise(ctx context.Context, name string, plan *Plan) (release func(), err error) {
-	used, names, err := h.usage(ctx)
+	why := ""
+	err = h.spokenFor(ctx, name, func(used Usage) {
+		if why = h.lacking(used, plan); why == "" {
+			h.promises.keep(name, promise{plan.MemoryMiB, plan.CPUs})
+		}
+	})
 	if err != nil {
 		return nil, err
 	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.addPromisesLocked(&used, names, name)
-	if why := h.lacking(used, plan); why != "" {
+	if why != "" {
 		return nil, fault(provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "%s", why)
 	}
-	h.promises[name] = promise{plan.MemoryMiB, plan.CPUs}
 	return func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		delete(h.promises, name)
+		h.promises.release(name)
 	}, nil
 }
 
-// addPromisesLocked adds the creates whose domains are not among names yet.
-func (h *Host) addPromisesLocked(used *Usage, names map[string]bool, except string) {
-	for name, p := range h.promises {
+// spokenFor asks the host what is in use, adds the creates whose domains it did not name yet, but for one, and calls decide
+// while h.mu is held, so that nothing is promised meanwhile.
+func (h *Host) spokenFor(ctx context.Context, except string, decide func(Usage)) error {
+	h.mu.Lock()
+	question := h.promises.begin()
+	h.mu.Unlock()
+	used, names, err := h.usage(ctx)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	defer h.promises.end(question)
+	if err != nil {
+		return err
+	}
+	for name, p := range h.promises.of(question) {
 		if name != except && !names[name] {
 			used.Instances++
 			used.MemoryMiB += p.memoryMiB
 			used.CPUs += p.cpus
 		}
 	}
+	decide(used)
+	return nil
 }
 
 func (h *Host) lacking(used Usage, plan *Plan) string {

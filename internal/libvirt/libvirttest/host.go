@@ -54,6 +54,7 @@ type Host struct {
 	networks  map[string]*Network
 	faults    []*Fault
 	calls     map[string]int
+	history   []string
 	dials     int
 }
 
@@ -220,6 +221,7 @@ func (h *Host) faultOf(name string) Fault {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.calls[name]++
+	h.history = append(h.history, name)
 	for _, f := range h.faults {
 		if f.Procedure != "" && f.Procedure != name || f.Times == 0 {
 			continue
@@ -241,6 +243,13 @@ func (h *Host) Calls() map[string]int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return maps.Clone(h.calls)
+}
+
+// History returns the calls of all connections in their order.
+func (h *Host) History() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Clone(h.history)
 }
 
 // Dials returns how many connections there have been.
