@@ -14,7 +14,7 @@ import (
 var update = flag.Bool("update", false, "rewrite testdata from what go list says")
 
 // The modules behind each package a program may import. A change here is a change of what users pay.
-var budgets = []string{".", "./provider", "./provider/fake", "./cloudinit", "./kvm"}
+var budgets = []string{".", "./provider", "./provider/fake", "./cloudinit", "./kvm", "./kvm2", "./proxmox"}
 
 // stdOnly are those that must stay with the standard library and golang.org/x/sync.
 var stdOnly = []string{".", "./provider", "./provider/fake", "./cloudinit"}

@@ -123,6 +123,9 @@ func init() {
 		{verb: "POST", path: "/nodes/{node}/qemu/{vmid}/status/shutdown", do: stopVM, may: on("/vms/%s", vm, "VM.PowerMgmt"),
 			params: map[string]param{"forceStop": boolean(), "keepActive": boolean(), "skiplock": boolean(), "timeout": integer(0, 1<<31)}},
 		{verb: "GET", path: "/nodes/{node}/qemu/{vmid}/agent/network-get-interfaces", do: getInterfaces, may: mayAskAgent},
+		{verb: "GET", path: "/nodes/{node}/tasks", do: getTasks, params: map[string]param{
+			"errors": boolean(), "limit": integer(0, 1<<31), "since": integer(0, 1<<31), "source": oneOf("archive", "active", "all"), "start": integer(0, 1<<31),
+			"statusfilter": text(), "typefilter": text(), "until": integer(0, 1<<31), "userfilter": text(), "vmid": vmid()}},
 		{verb: "GET", path: "/nodes/{node}/tasks/{upid}/status", do: getTaskStatus},
 		{verb: "GET", path: "/nodes/{node}/tasks/{upid}/log", do: getTaskLog,
 			params: map[string]param{"download": boolean(), "limit": integer(0, 1<<31), "start": integer(0, 1<<31)}},

@@ -2,6 +2,8 @@ package fakepve
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 )
@@ -96,6 +98,26 @@ func (q *request) taskLocked() (*task, *failure) {
 		}
 	}
 	return t, nil
+}
+
+// getTasks lists the token's tasks. The real server's list of active ones also has some that have just ended.
+func getTasks(q *request) (any, *failure) {
+	rows := []map[string]any{}
+	for _, upid := range slices.Sorted(maps.Keys(q.c.tasks)) {
+		t := q.c.tasks[upid]
+		if t.node != q.vars["node"] || q.params["typefilter"] != "" && q.params["typefilter"] != t.kind || q.params["vmid"] != "" && q.params["vmid"] != t.id {
+			continue
+		}
+		if t.token != q.token.id && !q.c.mayLocked(q.token, "/nodes/"+t.node, "Sys.Audit") {
+			continue
+		}
+		row := map[string]any{"upid": t.upid, "node": t.node, "type": t.kind, "id": t.id, "user": t.token, "pid": 1000, "pstart": 17, "starttime": t.start.Unix()}
+		if t.exit != "" {
+			row["endtime"], row["status"] = time.Now().Unix(), t.exit
+		}
+		rows = append(rows, row)
+	}
+	return rows, nil
 }
 
 func getTaskStatus(q *request) (any, *failure) {

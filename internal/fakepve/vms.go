@@ -347,7 +347,7 @@ func cloneVM(q *request) (any, *failure) {
 	}
 	c.clones[source.node]++
 	c.maxClones[source.node] = max(c.maxClones[source.node], c.clones[source.node])
-	third := c.config.CloneTime / 3
+	third := min(c.config.CloneTime/3, time.Second) // however slow the storage is
 	describe := step{third, func(t *task) string {
 		for k, value := range source.config {
 			if k == "template" || k == "lock" || strings.HasPrefix(k, "unused") || diskKey.MatchString(k) {
@@ -372,7 +372,7 @@ func cloneVM(q *request) (any, *failure) {
 		t.log = append(t.log, "create linked clone of drive scsi0")
 		return ""
 	}}
-	copyDisks := step{third, func(*task) string {
+	copyDisks := step{c.config.CloneTime - 2*third, func(*task) string {
 		n := 0
 		for _, key := range slices.Sorted(maps.Keys(source.config)) {
 			drive := source.config[key]
@@ -409,7 +409,7 @@ func cloneVM(q *request) (any, *failure) {
 		}
 		return ""
 	}}
-	unlock := step{c.config.CloneTime - 2*third, func(*task) string {
+	unlock := step{third, func(*task) string {
 		c.clones[source.node]--
 		delete(v.config, "lock")
 		return ""

@@ -1,0 +1,230 @@
+package proxmox
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"crawl.example.com/egress/provider"
+)
+
+// leastFree is what must be free in the storage of the seeds, in bytes.
+const leastFree = 16 << 20
+
+// Check implements provider.Checker. Each node is asked at its own endpoint, all at once: certificate and token,
+// version, privileges, the node's state, the storages and the templates.
+func (p *Provider) Check(ctx context.Context) []provider.TargetHealth {
+	all := make([]provider.TargetHealth, len(p.endpoints))
+	var asking sync.WaitGroup
+	for i, e := range p.endpoints {
+		asking.Go(func() {
+			begin := time.Now()
+			h := provider.TargetHealth{Target: e.node.Name, Ready: true, Reason: provider.ReasonReady}
+			if err := p.checkNode(ctx, e); err != nil {
+				f := classify(err)
+				h.Ready, h.Reason, h.Message = false, f.reason, f.Error()
+				if ctx.Err() != nil && f.code == 0 {
+					h.Reason = provider.ReasonTimeout
+				}
+			}
+			h.Duration, h.CheckedAt = time.Since(begin), time.Now()
+			all[i] = h
+		})
+	}
+	asking.Wait()
+	return all
+}
+
+func (p *Provider) checkNode(ctx context.Context, e *endpoint) error {
+	node := e.node.Name
+	get := func(path string, result any) error {
+		return p.send(ctx, e, request{method: http.MethodGet, path: path}, result)
+	}
+	var version struct {
+		Version text `json:"version"`
+	}
+	if err := get("/version", &version); err != nil {
+		return err
+	}
+	major, _ := strconv.Atoi(strings.SplitN(string(version.Version), ".", 2)[0])
+	if major < 8 {
+		return permanent(provider.ReasonUnsupported, "Proxmox VE %q on %s, want 8 or newer", version.Version, node)
+	}
+	var vms []row
+	if err := get("/nodes/"+node+"/qemu", &vms); err != nil {
+		return err
+	}
+	if err := p.checkRights(ctx, e, major); err != nil {
+		return err
+	}
+	var status struct {
+		Uptime number `json:"uptime"`
+	}
+	if err := get("/nodes/"+node+"/status", &status); err != nil {
+		return err
+	}
+	storages := map[string]string{p.config.SeedStorage: "iso"}
+	if p.config.DiskStorage != "" {
+		storages[p.config.DiskStorage] = "images"
+	}
+	for _, id := range slices.Sorted(maps.Keys(storages)) {
+		if err := p.checkStorage(ctx, e, id, storages[id]); err != nil {
+			return err
+		}
+	}
+	return p.checkTemplates(ctx, e, vms)
+}
+
+// need is a set of privileges at a path. Of privileges joined by | one is enough.
+type need struct {
+	path       string
+	privileges []string
+}
+
+// needs are the least privileges of the token, as the package comment lists them.
+func (p *Provider) needs(major int, node string) []need {
+	agent := "VM.GuestAgent.Audit|VM.GuestAgent.Unrestricted"
+	if major == 8 {
+		agent = "VM.Monitor"
+	}
+	privileges := []string{"VM.Allocate", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Disk", "VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", agent}
+	if p.config.Bridge != "" || p.config.VLAN != 0 {
+		privileges = append(privileges, "VM.Config.Network")
+	}
+	at := "/vms"
+	if p.config.Pool != "" {
+		at = "/pool/" + p.config.Pool
+	}
+	all := []need{
+		{"/vms", []string{"VM.Audit"}}, {at, privileges}, {"/nodes/" + node, []string{"Sys.Audit"}},
+		{"/storage/" + p.config.SeedStorage, []string{"Datastore.Allocate", "Datastore.AllocateTemplate", "Datastore.Audit|Datastore.AllocateSpace"}},
+	}
+	if p.config.DiskStorage != "" {
+		all = append(all, need{"/storage/" + p.config.DiskStorage, []string{"Datastore.AllocateSpace"}})
+	}
+	return all
+}
+
+func (p *Provider) checkRights(ctx context.Context, e *endpoint, major int) error {
+	var missing []string
+	for _, n := range p.needs(major, e.node.Name) {
+		have, err := p.rights(ctx, e, n.path)
+		if err != nil {
+			return err
+		}
+		for _, privilege := range n.privileges {
+			if !slices.ContainsFunc(strings.Split(privilege, "|"), func(one string) bool { return have[one] }) {
+				missing = append(missing, strings.ReplaceAll(privilege, "|", " or ")+" on "+n.path)
+			}
+		}
+	}
+	if len(missing) > 0 {
+		return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied, message: "the token lacks " + strings.Join(missing, ", ")}
+	}
+	return nil
+}
+
+func (p *Provider) checkStorage(ctx context.Context, e *endpoint, id, content string) error {
+	var s struct {
+		Content text   `json:"content"`
+		Enabled number `json:"enabled"`
+		Active  number `json:"active"`
+		Free    number `json:"avail"`
+	}
+	node := e.node.Name
+	err := p.send(ctx, e, request{method: http.MethodGet, path: fmt.Sprintf("/nodes/%s/storage/%s/status", node, id)}, &s)
+	switch {
+	case err != nil:
+		return err
+	case !slices.Contains(strings.Split(string(s.Content), ","), content):
+		return permanent(provider.ReasonStorageNotFound, "storage %q on %s takes %q, want %s among it", id, node, s.Content, content)
+	case s.Enabled == 0 || s.Active == 0:
+		return unavailable(provider.ReasonStorageNotFound, "storage %q on %s is disabled or not active", id, node)
+	case s.Free < leastFree:
+		return &fault{kind: provider.ErrNoCapacity, reason: provider.ReasonInsufficientCapacity, message: fmt.Sprintf("storage %q on %s has %d bytes free, want %d", id, node, s.Free, leastFree)}
+	}
+	return nil
+}
+
+// checkTemplates looks for the template of every image that the node should have.
+func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) error {
+	var cluster []row
+	if err := p.send(ctx, e, request{method: http.MethodGet, path: "/cluster/resources?type=vm"}, &cluster); err != nil {
+		return err
+	}
+	node := e.node.Name
+	seen := view{rows: map[int]row{}}
+	for _, r := range cluster {
+		r.live = true // late names are good enough here
+		seen.rows[int(r.VMID)] = r
+	}
+	for _, r := range vms {
+		r.Node, r.live = text(node), true
+		seen.rows[int(r.VMID)] = r
+	}
+	for _, image := range slices.Sorted(maps.Keys(p.config.Templates)) {
+		source, id, ok := p.template(image, node, &seen)
+		if !ok {
+			return permanent(provider.ReasonTemplateNotFound, "node %s has no template for image %q, want %s", node, image, describe(p.config.Templates[image], node))
+		}
+		if source == node && seen.rows[id].Template == 0 {
+			return permanent(provider.ReasonTemplateNotFound, "VM %d on %s, for image %q, is no template; make it one (qm template %d)", id, node, image, id)
+		}
+		have, err := p.rights(ctx, e, "/vms/"+strconv.Itoa(id))
+		if err != nil {
+			return err
+		}
+		if !have["VM.Clone"] {
+			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied, message: fmt.Sprintf("the token lacks VM.Clone on /vms/%d, the template of image %q", id, image)}
+		}
+		if source != node || p.config.DiskStorage != "" {
+			continue
+		}
+		c, err := p.configOf(ctx, node, id)
+		if err != nil {
+			return err
+		}
+		if err := p.checkDisks(ctx, e, id, c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkDisks makes sure that the clone of a template may be stored where the template is.
+func (p *Provider) checkDisks(ctx context.Context, e *endpoint, id int, c vmConfig) error {
+	for _, key := range slices.Sorted(maps.Keys(c)) {
+		d := string(c[key])
+		storage, _, ok := strings.Cut(d, ":")
+		if !drivePattern.MatchString(key) || !ok || isCDROM(d) && !isCloudInit(d) || !storagePattern.MatchString(storage) {
+			continue
+		}
+		have, err := p.rights(ctx, e, "/storage/"+storage)
+		if err != nil {
+			return err
+		}
+		if !have["Datastore.AllocateSpace"] {
+			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied,
+				message: fmt.Sprintf("the token lacks Datastore.AllocateSpace on /storage/%s, where %s of template %d is", storage, key, id)}
+		}
+	}
+	return nil
+}
+
+func describe(t Template, node string) string {
+	switch {
+	case t.Nodes[node] != 0:
+		return fmt.Sprintf("VM %d", t.Nodes[node])
+	case t.VMID != 0:
+		return fmt.Sprintf("VM %d", t.VMID)
+	case t.Name != "":
+		return fmt.Sprintf("one with the name %q", t.Name)
+	}
+	return "an entry for it in Templates"
+}
