@@ -93,6 +93,8 @@ func run(ctx context.Context, listen string, out io.Writer) (err error) {
 	var tasks sync.WaitGroup
 	defer tasks.Wait()
 	defer server.Close()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 	tasks.Go(func() { _ = server.Serve(listener) })
 
 	tasks.Go(func() { trouble(ctx, backend) })
