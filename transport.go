@@ -153,18 +153,25 @@ func (t *poolTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	}
 }
 
+// exchange is one request's lease and the body of its response, in one allocation.
+type exchange struct {
+	lease Lease // first, as it wants to be
+	body  body
+}
+
 // try sends r through one leased proxy.
 func (t *poolTransport) try(r *http.Request, request *leases.Request) (*http.Response, error) {
 	if err := t.pool.ready(); err != nil {
 		closeBody(r)
 		return nil, err
 	}
-	l := new(Lease)
+	x := new(exchange)
+	l := &x.lease
 	if err := t.pool.table.Acquire(r.Context(), request, &l.core, 0); err != nil {
 		closeBody(r)
 		return nil, publicError(err)
 	}
-	var stack [16]uintptr
+	var stack [leases.Frames]uintptr
 	l.core.Trace(stack[:runtime.Callers(3, stack[:])])
 	ctx := l.core.ContextFrom(r.Context())
 	resp, err := l.forwarder().send(r.WithContext(ctx))
@@ -173,8 +180,13 @@ func (t *poolTransport) try(r *http.Request, request *leases.Request) (*http.Res
 		l.Release()
 		return nil, err
 	}
-	resp.Body = t.leased(ctx, resp, l)
 	resp.Request = r
+	if resp.Body == nil || resp.Body == http.NoBody {
+		l.Release()
+		resp.Body = http.NoBody
+		return resp, nil
+	}
+	resp.Body = x.body.wrap(ctx, resp, l)
 	return resp, nil
 }
 
@@ -214,38 +226,32 @@ func closeBody(r *http.Request) {
 	}
 }
 
-// leased ties the lease to the response's body.
-func (t *poolTransport) leased(ctx context.Context, resp *http.Response, l *Lease) io.ReadCloser {
-	if resp.Body == nil || resp.Body == http.NoBody {
-		l.Release()
-		return http.NoBody
-	}
-	return wrapBody(ctx, resp, l.Release)
-}
-
-// wrapBody returns resp's body with end called once: at its end, at an error, at Close. When ctx ends with a cause
-// the reader is told that cause. The body of a protocol switch can be written to, ends only with Close, and is cut
-// off when ctx ends, which net/http does not do.
-func wrapBody(ctx context.Context, resp *http.Response, end func()) io.ReadCloser {
-	inner := resp.Body
-	w, ok := inner.(io.Writer)
-	if !ok || resp.StatusCode != http.StatusSwitchingProtocols {
-		return &body{inner: inner, ctx: ctx, end: end}
-	}
-	stop := context.AfterFunc(ctx, func() { inner.Close() })
-	return &upgradedBody{body: body{inner: inner, ctx: ctx, end: func() { stop(); end() }}, w: w}
-}
+// ender is what ends with a body.
+type ender interface{ Release() }
 
 type body struct {
 	inner io.ReadCloser
 	ctx   context.Context
-	end   func()
+	end   ender
 	over  atomic.Bool
+}
+
+// wrap makes b resp's body and returns it, with end released once: at its end, at an error, at Close. When ctx ends
+// with a cause the reader is told that cause. The body of a protocol switch can be written to, ends only with Close, and
+// is cut off when ctx ends, which net/http does not do.
+func (b *body) wrap(ctx context.Context, resp *http.Response, end ender) io.ReadCloser {
+	*b = body{inner: resp.Body, ctx: ctx, end: end}
+	w, ok := b.inner.(io.Writer)
+	if !ok || resp.StatusCode != http.StatusSwitchingProtocols {
+		return b
+	}
+	inner := b.inner // and not b, which the lease is with: it would never be seen to be dropped
+	return &upgradedBody{body: b, w: w, stop: context.AfterFunc(ctx, func() { inner.Close() })}
 }
 
 func (b *body) finish() {
 	if b.over.CompareAndSwap(false, true) {
-		b.end()
+		b.end.Release()
 	}
 }
 
@@ -277,8 +283,14 @@ func (b *body) Close() error {
 
 // upgradedBody is the connection after 101 Switching Protocols.
 type upgradedBody struct {
-	body
-	w io.Writer
+	*body
+	w    io.Writer
+	stop func() bool // ends the wait for ctx
+}
+
+func (b *upgradedBody) Close() error {
+	b.stop()
+	return b.body.Close()
 }
 
 func (b *upgradedBody) Read(p []byte) (int, error) {
@@ -310,21 +322,33 @@ func (t leaseTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancelCause(r.Context())
 	// What waits for the lease's end must not hold on to the lease, or nobody would notice that it was dropped.
 	name := t.lease.String()
-	stop := context.AfterFunc(held, func() { cancel(endOf(held, name)) })
-	end := func() { stop(); cancel(nil) }
+	x := &leased{stop: context.AfterFunc(held, func() { cancel(endOf(held, name)) }), cancel: cancel}
 	resp, err := t.lease.forwarder().send(r.WithContext(ctx))
 	if err != nil {
 		t.lease.judge(err)
-		end()
+		x.Release()
 		return nil, err
 	}
 	if resp.Body == nil || resp.Body == http.NoBody {
-		end()
+		x.Release()
 	} else {
-		resp.Body = wrapBody(ctx, resp, end)
+		resp.Body = x.body.wrap(ctx, resp, x)
 	}
 	resp.Request = r
 	return resp, nil
+}
+
+// leased is one request on a lease that goes on after it.
+type leased struct {
+	body   body
+	stop   func() bool // ends the wait for the lease's end
+	cancel context.CancelCauseFunc
+}
+
+// Release ends the request and not the lease.
+func (x *leased) Release() {
+	x.stop()
+	x.cancel(nil)
 }
 
 // endOf says why a lease's context has ended.

@@ -40,6 +40,15 @@ type record struct {
 	stack      []uintptr       // see Trace
 }
 
+// Frames is how much of a stack Trace keeps.
+const Frames = 16
+
+// tracedRecord is a record with the stack that Trace keeps, in one allocation.
+type tracedRecord struct {
+	record
+	space [Frames]uintptr
+}
+
 // recordLocked returns l's record and makes one when there is none.
 func (l *Lease) recordLocked() *record {
 	if l.record == nil {
@@ -198,11 +207,20 @@ func (l *Lease) Entry() *Entry { return l.entry }
 // Moved reports whether the lease's key was on another entry before.
 func (l *Lease) Moved() bool { return l.moved }
 
-// Trace keeps the stack that the lease was acquired with, for leases whose caller's program counter says little.
+// Trace keeps the first Frames of the stack that the lease was acquired with, for leases whose caller's program counter
+// says little.
 func (l *Lease) Trace(stack []uintptr) {
-	l.entry.table.mu.Lock()
-	defer l.entry.table.mu.Unlock()
-	l.recordLocked().stack = stack
+	traced := &tracedRecord{record: record{entry: l.entry}}
+	traced.stack = traced.space[:copy(traced.space[:], stack)]
+	t := l.entry.table
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if l.record != nil { // made for a TTL
+		l.record.stack = traced.stack
+		return
+	}
+	traced.pc, traced.over = l.pc, l.over
+	l.record = &traced.record
 }
 
 // Held reports whether the lease is neither released nor revoked.
