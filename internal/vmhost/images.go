@@ -260,12 +260,16 @@ func (h *Host) fetch(ctx context.Context, name string, plan *Plan, owner string)
 	report := h.reporter(plan.key)
 	h.log().Info("fetching an image", "image", plan.key, "from", showURL(plan.Image.URL))
 	found, size, err := h.transfer(ctx, data, plan.Image, report)
+	unknown := false
 	if err == nil && found == nil {
 		found, err = h.publish(ctx, data, plan.Image, size)
+		unknown = err != nil && !isAnswer(err)
 	}
-	if found == nil || path.Base(found.data) != data.String() {
+	switch {
+	case unknown: // the base may stand on the data by now; if not, the next fetch deletes it
+	case found == nil || path.Base(found.data) != data.String():
 		h.discard(data) // or have the next fetch do it
-	} else {
+	default:
 		h.mu.Lock()
 		delete(h.mine, data.String())
 		h.mu.Unlock()

@@ -10,6 +10,8 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"runtime/debug"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -20,6 +22,16 @@ import (
 	"crawl.example.com/egress/internal/memconn"
 	"crawl.example.com/egress/provider"
 )
+
+// imageBytes is the size of both images.
+const imageBytes = 24 << 10
+
+// raceDetector reports whether the tests run with it. What goes through each of many steps then takes every third, since it
+// finds the same and takes ten times as long.
+func raceDetector() bool {
+	info, ok := debug.ReadBuildInfo()
+	return ok && slices.ContainsFunc(info.Settings, func(s debug.BuildSetting) bool { return s.Key == "-race" && s.Value == "true" })
+}
 
 // rig is a Host with all that it talks to, in a bubble.
 type rig struct {
@@ -35,14 +47,14 @@ func inBubble(t *testing.T, change func(*Config, *libvirttest.Config), f func(t 
 	synctest.Test(t, func(t *testing.T) {
 		w := newWeb()
 		defer w.close()
-		w.serve("/disk.qcow2", qcow2(1<<30, 200<<10))
-		w.serve("/disk.raw", bytes.Repeat([]byte("raw disk "), 20<<10))
+		w.serve("/disk.qcow2", qcow2(1<<30, imageBytes))
+		w.serve("/disk.raw", bytes.Repeat([]byte("raw disk"), imageBytes/8))
 		r := &rig{web: w, log: &bytes.Buffer{}}
 		var there libvirttest.Config
 		config := Config{
 			Entry: "home", Target: "attic", URI: "qemu:///system", Maker: "kvm", BasePrefix: "base-",
 			Images: map[string]Image{
-				"debian": {URL: "https://images.example/disk.qcow2", SHA256: sum(qcow2(1<<30, 200<<10))},
+				"debian": {URL: "https://images.example/disk.qcow2", SHA256: sum(qcow2(1<<30, imageBytes))},
 				"raw":    {URL: "https://images.example/disk.raw", Format: "raw", Firmware: "bios"},
 			},
 			HTTP: w.client, Uploads: make(chan struct{}, 2), Logger: slog.New(slog.NewTextHandler(&locked{w: r.log}, nil)),
