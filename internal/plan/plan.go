@@ -533,7 +533,12 @@ func (p *planner) retire(i, target, serve int) {
 			p.finish(k, WhyReplaced)
 		case doomed != WhyNone:
 			p.finish(k, doomed)
-		case k == target || p.lost(x):
+		case p.lost(x):
+			// Its replacement does not help who holds it.
+			if x.Leases > 0 && k != serve {
+				p.finish(k, WhyLost)
+			}
+		case k == target:
 		case targetServes:
 			p.finish(k, WhyReplaced)
 		case k == serve:
@@ -564,7 +569,7 @@ func (p *planner) finish(k int, why Why) {
 		p.act(Action{Kind: Drain, Instance: k, Why: why})
 		p.wakeAt(p.Now.Add(p.Limits.DrainDeadline))
 	case x.Leases > 0 && !p.after(x.DrainingSince.Add(p.Limits.DrainDeadline)):
-	case !x.Busy && p.fresh(x.Provider):
+	case !x.Busy && p.fresh(x.Provider) && x.MissingSince.IsZero():
 		p.act(Action{Kind: Delete, Instance: k, Why: why})
 	case x.Leases > 0:
 		p.act(Action{Kind: Revoke, Instance: k, Why: why})

@@ -31,6 +31,8 @@ type Config struct {
 	// Live says that skipped cases are failures when EGRESS_REQUIRE_LIVE=1 is set: the backend is the real thing
 	// and every hook is expected. Defaults to false.
 	Live bool
+	// Skip are the names of cases that can't be shown, with the reason, which is printed. Defaults to none.
+	Skip map[string]string
 }
 
 // Harness is one backend under test.
@@ -80,6 +82,9 @@ type Case struct {
 func Run(t *testing.T, config Config) {
 	for _, c := range Cases() {
 		t.Run(c.Name, func(t *testing.T) {
+			if why, ok := config.Skip[c.Name]; ok {
+				t.Skip(why)
+			}
 			s := &suite{T: t, config: config, harness: config.New(t), requirement: c.Requirement}
 			s.fill()
 			c.run(s)
