@@ -109,21 +109,16 @@ func leaseLoop(n int, take func(int)) {
 const perProcessor = 8
 
 func contendedLoop(n int, take func(int)) {
-	var left atomic.Int64
-	left.Store(int64(n))
-	var workers sync.WaitGroup
-	for range perProcessor * runtime.GOMAXPROCS(0) {
-		workers.Go(func() {
-			for {
-				i := left.Add(-1)
-				if i < 0 {
-					return
-				}
-				take(int(i))
+	workers := perProcessor * runtime.GOMAXPROCS(0)
+	var all sync.WaitGroup
+	for w := range workers {
+		all.Go(func() {
+			for i := w; i < n; i += workers {
+				take(i)
 			}
 		})
 	}
-	workers.Wait()
+	all.Wait()
 }
 
 // leases measures Acquire and Release.

@@ -212,21 +212,23 @@ func cmpErr(first, second error) error {
 	return second
 }
 
-// settle finds how many operations make a turn of about the given length, which warms the process up too.
+// settle finds how many operations make a turn of about the given length, which warms the process up too. A turn that
+// something else held up says little, so that it takes a few.
 func (x *row) settle(ctx context.Context, c *child, each time.Duration) error {
 	if x.n > 0 {
 		return nil
 	}
-	for n := 1; ctx.Err() == nil; {
+	for n, try := 1, 0; ctx.Err() == nil; try++ {
 		t, err := c.turn(x.work(), n)
 		if err != nil {
 			return err
 		}
-		if t.NS >= float64(each)/3 {
-			x.n = max(1, int(float64(n)*float64(each)/t.NS))
+		fill := max(1, int(float64(n)*min(20, float64(each)/max(t.NS, 1))))
+		if try >= 4 && fill < 2*n {
+			x.n = max(n, fill)
 			return nil
 		}
-		n = max(n+1, min(n*20, int(float64(n)*float64(each)/2/max(t.NS, 1))))
+		n = max(n, fill)
 	}
 	return context.Cause(ctx)
 }

@@ -62,8 +62,9 @@ func (x *row) work() string {
 
 // groups returns what is measured.
 func groups(quick bool) []*group {
-	large, rounds, each := 20_000, 7, 200*time.Millisecond
-	requestRounds, requestEach := 16, 300*time.Millisecond
+	// Many short turns: what else the machine does falls on all alike.
+	large, rounds, each := 20_000, 15, 100*time.Millisecond
+	requestRounds, requestEach := 41, 150*time.Millisecond
 	slowRounds := 5
 	if quick {
 		large, rounds, each = 5000, 6, 60*time.Millisecond
@@ -173,6 +174,7 @@ func (r *run) table(out io.Writer) {
 	fmt.Fprintf(out, "%s, %s/%s, GOMAXPROCS %d, %s in %s, load average %s\n", runtime.Version(), runtime.GOOS, runtime.GOARCH,
 		runtime.GOMAXPROCS(0), r.began.UTC().Format(time.DateOnly), r.took.Round(time.Second), strings.Join(r.loads, " "))
 	fmt.Fprintln(out, "Medians of rounds in which the rows of a group take turns; in brackets the quartiles. A ratio is the median of each round's.")
+	fmt.Fprintln(out, "Beside requests: their latency, the processor time that the client's process takes for one, and its allocations.")
 	for _, g := range r.groups {
 		fmt.Fprintf(out, "\n%s (%s)\n", g.title, counted(float64(g.rounds), "round"))
 		w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
@@ -202,7 +204,7 @@ func (g *group) lines(x *row) [][]string {
 	}
 	first := []string{x.what, figure}
 	if p99 := x.values("p99-ns"); len(p99) > 0 {
-		first = append(first, "p99 "+show(median(p99), "ns/op"))
+		first = append(first, "p99 "+show(median(p99), "ns/op"), "processor "+show(median(x.values("cpu-ns/op")), "ns/op"))
 	}
 	if allocs := x.values("allocs/op"); len(allocs) > 0 && (g.unit == "ns/op" || g.unit == "req/s") {
 		first = append(first, counted(median(allocs), "alloc"))

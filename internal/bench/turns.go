@@ -65,14 +65,16 @@ func takeTurns(w work, in io.Reader, out io.Writer) {
 func take(w work, n int) turn {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	begin := time.Now()
+	cpu, begin := cpuTime(), time.Now()
 	extra := w(n)
 	took := time.Since(begin)
+	cpu = cpuTime() - cpu
 	runtime.ReadMemStats(&after)
 	if extra == nil {
 		extra = map[string]float64{}
 	}
 	extra["allocs/op"] = float64(after.Mallocs-before.Mallocs) / float64(n)
+	extra["cpu-ns/op"] = float64(cpu) / float64(n)
 	extra["B/op"] = float64(after.TotalAlloc-before.TotalAlloc) / float64(n)
 	return turn{n, float64(took), extra}
 }
