@@ -1367,3 +1367,48 @@ func TestAHostThatComesBackLateBringsNothingThatIsLeased(t *testing.T) {
 		}
 	})
 }
+
+func TestWhatIsHeldOnALostHostIsRevokedAndTheRestIsNot(t *testing.T) {
+	inBubble(t, func(t *testing.T) {
+		f := fake.New(fake.Config{BootTime: 20 * time.Second, Hosts: []string{"a", "b"}})
+		one := 1
+		wanted := fleet(4)
+		for i := range wanted {
+			wanted[i].MaxLeases = &one
+		}
+		p := started(t, f, nil, wanted...)
+		waitReady(t, p, 4)
+		held := map[string]*Lease{}
+		for range 4 {
+			lease, err := p.Acquire(t.Context(), Request{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			held[lease.Proxy()] = lease
+		}
+		lost := map[string]bool{}
+		for _, x := range f.Instances() {
+			if x.Host == "a" {
+				lost[x.Mark.Proxy] = true
+				if err := f.Kill(x.ID); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if len(lost) == 0 || len(lost) == 4 {
+			t.Fatalf("%d of 4 are on host a", len(lost))
+		}
+		f.SetHostDown("a", true)
+		time.Sleep(DefaultLostGrace + DefaultDrainDeadline + 2*time.Minute)
+		for name, lease := range held {
+			err := context.Cause(lease.Context())
+			if _, revoked := errors.AsType[*RevokedError](err); revoked != lost[name] {
+				t.Errorf("the lease on %s, lost %t: %v", name, lost[name], err)
+			}
+			lease.Release()
+		}
+		if ready := p.Stats().Ready; ready != 4 {
+			t.Errorf("%d of 4 ready", ready)
+		}
+	})
+}
