@@ -209,14 +209,25 @@ type helper struct{ *sshconn.Command }
 
 func (h *helper) Read(p []byte) (int, error) {
 	n, err := h.Command.Read(p)
-	if errors.Is(err, io.EOF) {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		if exit := h.Wait(ctx); exit != nil {
-			return n, exit
-		}
+	return n, h.why(err)
+}
+
+func (h *helper) Write(p []byte) (int, error) {
+	n, err := h.Command.Write(p)
+	return n, h.why(err)
+}
+
+// why returns how the command ended, where err says only that it did.
+func (h *helper) why(err error) error {
+	if !errors.Is(err, io.EOF) {
+		return err
 	}
-	return n, err
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	if exit := h.Wait(ctx); exit != nil {
+		return exit
+	}
+	return err
 }
 
 func (c *Conn) setDial(dial func(ctx context.Context) (net.Conn, error)) {

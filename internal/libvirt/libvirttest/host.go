@@ -142,7 +142,7 @@ func (h *Host) Dial(ctx context.Context) (net.Conn, error) {
 		return nil, context.Cause(ctx)
 	}
 	ours, theirs := memconn.Pair("libvirtd", "client")
-	if !h.serve(ours) {
+	if h.serve(ours) == nil {
 		return nil, &net.OpError{Op: "dial", Net: "unix", Err: syscall.ECONNREFUSED}
 	}
 	return theirs, nil
@@ -167,7 +167,7 @@ func (h *Host) Listen(path string) error {
 			if err != nil {
 				return
 			}
-			if !h.serve(conn) {
+			if h.serve(conn) == nil {
 				_ = conn.Close() // nobody is there
 			}
 		}

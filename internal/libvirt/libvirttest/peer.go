@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
-	"net"
 	"reflect"
 	"sync"
 	"time"
@@ -36,9 +35,10 @@ const (
 // peer is the daemon's end of one connection.
 type peer struct {
 	host   *Host
-	conn   net.Conn
+	conn   io.ReadWriteCloser
 	ctx    context.Context // ends with the connection
 	cancel context.CancelFunc
+	done   chan struct{}
 	turns  chan struct{}
 	calls  sync.WaitGroup
 
@@ -66,18 +66,28 @@ type packet struct {
 	payload         []byte
 }
 
-// serve takes a connection, unless the host is down.
-func (h *Host) serve(conn net.Conn) bool {
-	p := &peer{host: h, conn: conn, turns: make(chan struct{}, maxRequests), uploads: map[int32]*incoming{}}
+// Serve speaks with a client over conn, such as a channel of an SSH connection, until either ends it.
+func (h *Host) Serve(conn io.ReadWriteCloser) {
+	if p := h.serve(conn); p != nil {
+		<-p.done
+		return
+	}
+	_ = conn.Close() // nobody is there
+}
+
+// serve takes a connection, and returns nil when the host is down.
+func (h *Host) serve(conn io.ReadWriteCloser) *peer {
+	p := &peer{host: h, conn: conn, done: make(chan struct{}), turns: make(chan struct{}, maxRequests), uploads: map[int32]*incoming{}}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.down {
-		return false
+		return nil
 	}
 	p.ctx, p.cancel = context.WithCancel(h.ctx)
 	h.conns[p] = struct{}{}
 	h.dials++
 	h.running.Go(func() {
+		defer close(p.done)
 		p.run()
 		p.close()
 		p.calls.Wait()
@@ -85,7 +95,7 @@ func (h *Host) serve(conn net.Conn) bool {
 		defer h.mu.Unlock()
 		delete(h.conns, p)
 	})
-	return true
+	return p
 }
 
 func (p *peer) close() {
