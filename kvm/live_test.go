@@ -72,7 +72,7 @@ func serve(t *testing.T, h *testhost.Host, content []byte) string {
 func configOf(t *testing.T, h *testhost.Host) kvm.Config {
 	idle := testhost.IdleImage()
 	return kvm.Config{
-		Name: "home", URI: h.URI(), SSH: kvm.SSH{KnownHosts: []string{h.KnownHosts()}, KeyFiles: []string{h.KeyFile()}, KeepaliveInterval: 2 * time.Second},
+		Name: "home", URI: h.URI(), SSH: kvm.SSH{KnownHosts: []string{h.KnownHosts()}, KeyFiles: []string{h.KeyFile()}, KeepaliveInterval: 4 * time.Second},
 		Images: map[string]kvm.Image{"idle": {URL: serve(t, h, idle), SHA256: sum(idle), Format: "raw", Firmware: kvm.FirmwareBIOS}}, AllowEmulation: true,
 		MinFreeGiB: -1,
 		Logger:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug})),

@@ -115,15 +115,15 @@ func (p *Provider) survey(ctx context.Context, hosts []*host, req provider.Creat
 			a.has = a.has || x.Name == req.Name && x.State != provider.StateFailed
 		}
 		if a.half != "" {
-			if a.err = hosts[i].vm.Delete(ctx, a.half); a.err != nil && !errors.Is(a.err, provider.ErrNotFound) {
-				return a.err
+			if err := hosts[i].vm.Delete(ctx, a.half); err != nil && !errors.Is(err, provider.ErrNotFound) {
+				a.err = err
+				return err
 			}
-			a.err = nil
 		}
-		if c := hosts[i].is(); a.has || c.Cordoned || c.Drained || vmhost.Allowed(req.Spec.Placement, c.Name, c.Labels) != nil {
-			return nil
+		c := hosts[i].is()
+		if !a.has && !c.Cordoned && !c.Drained && vmhost.Allowed(req.Spec.Placement, c.Name, c.Labels) == nil {
+			a.usage, a.full, a.err = hosts[i].vm.Room(ctx, plan)
 		}
-		a.usage, a.full, a.err = hosts[i].vm.Room(ctx, plan)
 		return a.err
 	})
 	if ctx.Err() != nil {
