@@ -3,12 +3,14 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"os"
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestMain(m *testing.M) {
@@ -154,6 +156,38 @@ func TestAPeerThatIsNotThereIsSkipped(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	if _, err := installPeers(t.Context()); !errors.As(err, new(errSkipped)) || err.Error() != "skipped: no npm" {
 		t.Errorf("got %v", err)
+	}
+}
+
+func TestAGroupRunsWithoutThePeersThatAreNotThere(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	s, closeAll := openSites()
+	defer closeAll()
+	g := &group{unit: "ns/op", rounds: 3, each: time.Millisecond, rows: []*row{
+		{name: "A/by=colly", subject: "colly"},
+		{name: "A/by=crawlee", subject: "crawlee"},
+		{name: "A/by=genisoimage", subject: "genisoimage"},
+	}}
+	m := &machine{sites: s}
+	defer m.close()
+	g.run(t.Context(), m)
+	if x := g.rows[0]; x.err != nil || len(x.turns) != 3 || x.n < 2 {
+		t.Errorf("got %+v", x)
+	}
+	for _, x := range g.rows[1:] {
+		if len(x.turns) != 0 || !errors.As(x.err, new(errSkipped)) {
+			t.Errorf("got %+v", x)
+		}
+	}
+}
+
+func TestWhatThereIsNoTimeForIsSkipped(t *testing.T) {
+	ctx, cancel := context.WithTimeoutCause(t.Context(), 0, errSkipped("no time left"))
+	defer cancel()
+	g := &group{unit: "ns/op", rounds: 3, each: time.Millisecond, rows: []*row{{name: "A/by=colly", subject: "colly"}}}
+	g.run(ctx, &machine{})
+	if x := g.rows[0]; x.err == nil || x.err.Error() != "skipped: no time left" {
+		t.Errorf("got %v", x.err)
 	}
 }
 
