@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -21,9 +22,12 @@ import (
 	"testing/synctest"
 	"time"
 
+	golibvirt "github.com/digitalocean/go-libvirt"
+
 	"crawl.example.com/egress/internal/libvirt/libvirttest"
 	"crawl.example.com/egress/internal/vmhost"
 	"crawl.example.com/egress/provider"
+	"crawl.example.com/egress/provider/providertest"
 )
 
 func hostName(i int) string { return fmt.Sprintf("host-%02d", i) }
@@ -49,7 +53,7 @@ func daemons(t *testing.T, n int, latency time.Duration) ([]*libvirttest.Host, C
 	}}
 	hosts := make([]*libvirttest.Host, n)
 	for i := range hosts {
-		hosts[i] = libvirttest.New(libvirttest.Config{Latency: latency})
+		hosts[i] = libvirttest.New(libvirttest.Config{Latency: latency, Address: addressOf})
 		t.Cleanup(hosts[i].Close)
 		socket := filepath.Join(folder, hostName(i))
 		if err := hosts[i].Listen(socket); err != nil {
@@ -122,7 +126,7 @@ func TestTwoHundredInstancesAreSpreadEvenlyOverTwentyHosts(t *testing.T) {
 	const atOnce, alone = 16, 3
 	count := 200
 	if raceDetector() {
-		count = 100 // which finds the same in half the time
+		count = 60 // which finds the same sooner
 	}
 	hosts, config, fetched := daemons(t, 20, time.Millisecond)
 	config.ListTimeout = time.Minute // nobody is absent, however busy the machine is
@@ -308,5 +312,120 @@ func TestAFleetOfWhichNoHostAnswersSaysSoForEach(t *testing.T) {
 	cancel()
 	if _, err := p.List(ctx, "own"); !errors.Is(err, provider.ErrUnavailable) || !errors.Is(err, context.Canceled) {
 		t.Errorf("a list of a caller who has gone: %v", err)
+	}
+}
+
+func TestConformanceWithDaemonsInMemory(t *testing.T) {
+	providertest.Run(t, providertest.Config{New: func(t *testing.T) providertest.Harness {
+		hosts, config, _ := daemons(t, 3, 0)
+		config.ListTimeout, config.HostBackoff, config.SSH.KeepaliveInterval = 10*time.Second, time.Millisecond, time.Second
+		for i := range config.Hosts {
+			config.Hosts[i].MinFreeGiB = -1
+		}
+		p := opened(t, config)
+		invalid := rawSpec()
+		invalid.Placement.Host = "nowhere"
+		each := func(f func(h *libvirttest.Host)) {
+			for _, h := range hosts {
+				f(h)
+			}
+		}
+		down := func(t *testing.T, i int) (mend func()) {
+			hosts[i].SetDown(true)
+			return func() {
+				hosts[i].SetDown(false)
+				_, socket, _ := strings.Cut(config.Hosts[i].URI, "socket=")
+				if err := hosts[i].Listen(socket); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		return providertest.Harness{
+			Provider: p, Owner: "own", Spec: rawSpec(), Invalid: &invalid,
+			AddForeign: func(_ *testing.T, name string) string { return hostName(0) + "/" + idOf(hosts[0].AddDomain(name)) },
+			Exists: func(_ *testing.T, id string) bool {
+				return slices.ContainsFunc(hosts, func(h *libvirttest.Host) bool {
+					return slices.ContainsFunc(h.Domains(), func(d libvirttest.Domain) bool { return strings.HasSuffix(id, "/"+idOf(d.UUID)) })
+				})
+			},
+			LoseAnswer: func(*testing.T) {
+				var mend []func() // on whichever host is chosen, and on no other then
+				each(func(h *libvirttest.Host) {
+					mend = append(mend, h.Inject(libvirttest.Fault{Procedure: "DomainSetMetadata", Times: 1, Lose: true, Do: func() {
+						for _, f := range mend {
+							f()
+						}
+					}}))
+				})
+			},
+			LeaveHalf: func(*testing.T) {
+				var once sync.Once // on whichever host is chosen
+				each(func(h *libvirttest.Host) {
+					h.Inject(libvirttest.Fault{Procedure: "DomainCreateWithFlags", Times: 1, Do: func() {
+						once.Do(func() {
+							h.Inject(libvirttest.Fault{Procedure: "DomainDestroyFlags", Times: 1, Code: golibvirt.ErrInternalError, Message: "internal error: busy"})
+							h.Cut()
+						})
+					}})
+				})
+			},
+			Break: func(t *testing.T, host string) func() {
+				var mend []func()
+				for i := range hosts {
+					if host == "" || host == hostName(i) {
+						mend = append(mend, down(t, i))
+					}
+				}
+				return func() {
+					for _, f := range mend {
+						f()
+					}
+					allReady(t, p)
+				}
+			},
+			Deny: func(*testing.T) func() {
+				var allow []func()
+				each(func(h *libvirttest.Host) {
+					allow = append(allow, h.Inject(libvirttest.Fault{Code: golibvirt.ErrAuthFailed, Message: "authentication failed: access denied by policy"}))
+				})
+				return func() {
+					for _, f := range allow {
+						f()
+					}
+				}
+			},
+			Fill: func(*testing.T) func() {
+				size := func(n int64) {
+					each(func(h *libvirttest.Host) { h.SetConfig(func(c *libvirttest.Config) { c.PoolBytes = n }) })
+				}
+				size(1)
+				return func() { size(1 << 40) }
+			},
+		}
+	}})
+}
+
+func idOf(u golibvirt.UUID) string {
+	return fmt.Sprintf("%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:])
+}
+
+// addressOf is a guest's address, by its hardware address.
+func addressOf(mac string) string {
+	b, err := net.ParseMAC(mac)
+	if err != nil {
+		return ""
+	}
+	return fmt.Sprintf("10.%d.%d.%d", b[3], b[4], b[5])
+}
+
+func allReady(t *testing.T, p *Provider) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; <-time.After(10 * time.Millisecond) {
+		if !slices.ContainsFunc(p.Check(t.Context()), func(h provider.TargetHealth) bool { return !h.Ready }) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the hosts are not ready within a minute")
+		}
 	}
 }

@@ -70,15 +70,25 @@ func (h *Host) create(ctx context.Context, req provider.CreateRequest, why strin
 	}
 	// Only the domain that was made here may be removed: its UUID was not known to anybody before.
 	err = begun(err)
-	cleanUp := func(ctx context.Context) error {
+	cleanUp := func(ctx context.Context, unlessMade bool) error {
 		ctx, cancel := context.WithTimeoutCause(ctx, cleanUpTimeout, errors.New("no time left to clean up"))
 		defer cancel()
 		return h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
-			return h.removeDomain(ctx, s, golibvirt.Domain{Name: req.Name, UUID: b.id}, parseRecord(req.Name, b.metadata), 0)
+			dom := golibvirt.Domain{Name: req.Name, UUID: b.id}
+			if unlessMade {
+				who, err := h.identify(s, dom)
+				if libvirt.Code(err) == golibvirt.ErrNoDomain || err == nil && who.Made != "" {
+					return nil
+				}
+				if err != nil {
+					return err
+				}
+			}
+			return h.removeDomain(ctx, s, dom, parseRecord(req.Name, b.metadata), 0)
 		})
 	}
 	if f, ok := errors.AsType[*Fault](err); ctx.Err() == nil && (libvirt.Answered(err) || ok && !errors.Is(f.Kind, provider.ErrOutcomeUnknown)) {
-		if undo := cleanUp(ctx); undo != nil {
+		if undo := cleanUp(ctx, false); undo != nil {
 			h.log().Warn("a create failed and what it left could not be removed; it is listed as failed until it is", "instance", req.Name, "error", undo)
 			f := *judge(err)
 			f.Kind, f.Message = provider.ErrOutcomeUnknown, f.Message+"; and what it left could not be removed: "+undo.Error()
@@ -86,10 +96,11 @@ func (h *Host) create(ctx context.Context, req provider.CreateRequest, why strin
 		}
 		return none, err
 	}
-	// The caller is gone or the connection is. The name stays locked until the attempt to clean up has ended.
+	// The caller is gone or the connection is. The name stays locked until the attempt to clean up has ended. Only the last answer
+	// may have been lost: then the instance is listed and perhaps in use by now.
 	handedOver = h.spawn(func(ctx context.Context) {
 		defer unlock()
-		if undo := cleanUp(ctx); undo != nil {
+		if undo := cleanUp(ctx, true); undo != nil {
 			h.log().Warn("a create was cut short and what it left could not be removed yet", "instance", req.Name, "error", undo)
 		}
 	})

@@ -251,6 +251,37 @@ func TestWhatACrashLeavesHalfMadeIsListedAsFailedAndMadeAnew(t *testing.T) {
 	})
 }
 
+func TestAnInstanceOfWhichOnlyTheLastAnswerWasLostStays(t *testing.T) {
+	for _, f := range []libvirttest.Fault{{Lose: true}, {Delay: time.Minute}} {
+		inBubble(t, nil, func(t *testing.T, r *rig) {
+			f.Procedure, f.Times = "DomainSetMetadata", 1
+			r.peer.Inject(f)
+			ctx, cancel := context.WithTimeout(t.Context(), 59*time.Second)
+			defer cancel()
+			if f.Lose {
+				_, err := r.Create(ctx, request("a", spec()), "")
+				wantKind(t, err, provider.ErrOutcomeUnknown, provider.ReasonUnreachable, "")
+				all, err := r.List(t.Context(), "own")
+				if err != nil || len(all) != 1 || all[0].State != provider.StateRunning {
+					t.Fatalf("listed %+v, %v", all, err)
+				}
+				time.Sleep(2 * time.Minute) // of fake time
+				if again, err := r.List(t.Context(), "own"); err != nil || len(again) != 1 || again[0] != all[0] {
+					t.Errorf("listed %+v and then %+v, %v", all, again, err)
+				}
+				return
+			}
+			// When it was not carried out, the rest goes.
+			_, err := r.Create(ctx, request("a", spec()), "")
+			wantKind(t, err, provider.ErrOutcomeUnknown, provider.ReasonTimeout, "")
+			time.Sleep(2 * time.Minute) // of fake time
+			if left := r.left(); len(left) > 0 {
+				t.Errorf("left %q", left)
+			}
+		})
+	}
+}
+
 func TestAnInstanceBeingMadeIsPendingAndOneBeingDeletedIsDeleting(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		r.create(t, "first", spec())

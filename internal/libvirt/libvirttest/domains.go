@@ -29,7 +29,8 @@ type Domain struct {
 	Autostart, Saved bool
 	// Metadata is what elements of other namespaces than libvirt's say, by namespace.
 	Metadata map[string]string
-	// Addresses are what libvirt says by source. Without an entry the guest agent is not connected and the others know nothing.
+	// Addresses are what libvirt says by source. Without an entry the others know nothing, and the guest agent what
+	// Config.Address says.
 	Addresses map[golibvirt.DomainInterfaceAddressesSource][]golibvirt.DomainInterface
 	// ShutsDown has the guest heed the power button.
 	ShutsDown bool
@@ -384,6 +385,15 @@ func (h *Host) addressesLocked(args golibvirt.DomainInterfaceAddressesArgs) (any
 	}
 	source := golibvirt.DomainInterfaceAddressesSource(args.Source)
 	found, ok := d.Addresses[source]
+	if !ok && source == golibvirt.DomainInterfaceAddressesSrcAgent && h.config.Address != nil && d.XML.Devices != nil {
+		for _, nic := range d.XML.Devices.Interfaces {
+			mac := nic.MAC.Address
+			found = append(found, golibvirt.DomainInterface{
+				Name: "eth0", Hwaddr: golibvirt.OptString{mac}, Addrs: []golibvirt.DomainIPAddr{{Addr: h.config.Address(mac), Prefix: 24}},
+			})
+		}
+		ok = true
+	}
 	if !ok && source == golibvirt.DomainInterfaceAddressesSrcAgent {
 		return nil, fail(golibvirt.ErrAgentUnresponsive, "Guest agent is not responding: QEMU guest agent is not connected")
 	}

@@ -33,6 +33,8 @@ type Config struct {
 	NoKVM bool
 	// NoUEFI has the host without UEFI firmware.
 	NoUEFI bool
+	// Address gives the IPv4 address that the agent of a running guest knows, by the hardware address. Defaults to no agent.
+	Address func(mac string) string
 	// Latency passes before each call is carried out. Defaults to 0.
 	Latency time.Duration
 }
