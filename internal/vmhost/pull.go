@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"strconv"
 	"strings"
 
@@ -26,7 +27,11 @@ func (h *Host) pull(ctx context.Context, vol golibvirt.StorageVol, target string
 			algorithm = "sha256"
 		}
 		config := fmt.Sprintf("url = %s\noutput = %s\n", curlQuote(image.URL), curlQuote(target))
-		command := fmt.Sprintf("curl --config - --fail --silent --show-error --location --proto '=http,https' --proto-redir '=http,https' "+
+		redirects := "=http,https"
+		if u, err := url.Parse(image.URL); err == nil && u.Scheme == "https" {
+			redirects = "=https" // as imageClient has it
+		}
+		command := fmt.Sprintf("curl --config - --fail --silent --show-error --location --proto '=http,https' --proto-redir '"+redirects+"' "+
 			"--speed-limit 1 --speed-time %d --max-filesize %d && %ssum -- %s && stat -c %%s -- %s",
 			int(stallTimeout.Seconds()), free, algorithm, shellQuote(target), shellQuote(target))
 		out, _, err := conn.SSH().Run(ctx, command, strings.NewReader(config))
