@@ -95,8 +95,9 @@ type Proxy struct {
 	// Labels are what a Request selects by. They are not part of the spec: changing them replaces
 	// nothing. Defaults to none.
 	Labels map[string]string
-	// MaxLeases is how many leases the proxy bears at once. Zero keeps the proxy and leases it to nobody.
-	// Defaults to DefaultMaxLeases.
+	// MaxLeases is how many leases the proxy bears at once. An instance that drains and its replacement have
+	// as many each. When it is lowered, leases above it stay until they are released. Zero keeps the proxy
+	// and leases it to nobody. Defaults to DefaultMaxLeases.
 	MaxLeases *int
 	// Probe says how the proxy is proven to work. Defaults to a TCP connection to the proxy.
 	Probe Probe

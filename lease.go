@@ -45,9 +45,10 @@ type Lease struct {
 }
 
 // Acquire leases a proxy that suits req. It blocks until there is one, first come, first served, or until ctx
-// ends; a context that has ended always loses. It fails at once when the pool is not started or closed
-// ([ErrNotStarted], [ErrClosed]) and when no declared proxy could ever suit ([ErrNoMatch]); when ctx ends the error
-// matches both [ErrExhausted] and the context's cause. The lease does not end with ctx.
+// ends; a context that has ended always loses. It fails when the pool is not started or closed ([ErrNotStarted],
+// [ErrClosed]) and when no declared proxy could ever suit ([ErrNoMatch]): at once, and also while it waits, when Close or
+// Apply makes it so. When ctx ends the error matches both [ErrExhausted] and the context's cause; when ctx had ended
+// before, it is the cause alone. The lease does not end with ctx.
 //
 //go:noinline
 func (p *Pool) Acquire(ctx context.Context, req Request) (*Lease, error) {
@@ -62,7 +63,8 @@ func (p *Pool) Acquire(ctx context.Context, req Request) (*Lease, error) {
 	return l, nil
 }
 
-// TryAcquire is Acquire without waiting: when no suitable proxy is free the error matches [ErrExhausted].
+// TryAcquire is Acquire without waiting: when no suitable proxy is free the error matches [ErrExhausted]. A place that
+// somebody waits for is not free.
 //
 //go:noinline
 func (p *Pool) TryAcquire(req Request) (*Lease, error) {
@@ -78,7 +80,7 @@ func (p *Pool) TryAcquire(req Request) (*Lease, error) {
 }
 
 // Do leases a proxy as Acquire does, calls f and releases the lease, also when f panics. The context that f gets
-// ends with ctx and when the lease is revoked; so does the lease's own. Do returns f's error.
+// ends with ctx and when the lease is revoked; so does the lease's own. Do returns f's error, or Acquire's.
 func (p *Pool) Do(ctx context.Context, req Request, f func(ctx context.Context, lease *Lease) error) error {
 	if err := p.ready(); err != nil {
 		return err

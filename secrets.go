@@ -10,12 +10,13 @@ import (
 	"strings"
 )
 
-// Secrets resolves the secret references of proxies. The pool reads each reference again every
-// Config.SecretInterval, from one goroutine at a time, and keeps the last good value when a read fails.
+// Secrets resolves the secret references of proxies. The pool reads each reference at every Apply and again every
+// Config.SecretInterval, and keeps the last good value when a read fails. Several references are read at once, so it must
+// be safe for concurrent use.
 //
-// Secret returns the whole content. A reference that leads nowhere gives an error that matches
-// [ErrSecretNotFound]. Errors name the reference and never the content. The pool does not change the result and
-// the implementation must not either.
+// Secret returns the whole content. It blocks until it has it or ctx ends: at Apply that is Apply's context, later one
+// that Config.CallTimeout bounds. A reference that leads nowhere gives an error that matches [ErrSecretNotFound]. Errors
+// name the reference and never the content. The pool does not change the result and the implementation must not either.
 type Secrets interface {
 	Secret(ctx context.Context, ref string) ([]byte, error)
 }

@@ -98,9 +98,12 @@ func withoutProxyHeaders(r *http.Request) *http.Request {
 // its own. It waits for a free proxy until the request's context ends.
 //
 // A request is never sent without a proxy. What fails at the proxy is a *[ProxyError] and is reported to the pool: as
-// Broken when the proxy's port is closed or it refuses us, else as Failed. With req.Retries the request is sent again through other proxies when the proxy failed before anything
-// can have reached the target, or when the method is safe (or an Idempotency-Key header is set) and no response came;
-// its body must be absent or replayable by GetBody.
+// [Broken] when the proxy's port is closed or it refuses us, else as [Failed]. Its other errors are Acquire's, the cause of
+// a context that ended, a *[RevokedError], and what is the target's fault, as net/http says it.
+//
+// With req.Retries the request is sent again through other proxies when the proxy failed before anything can have reached
+// the target, or when the method is safe (or an Idempotency-Key header is set) and no response came; its body must be
+// absent or replayable by GetBody.
 //
 // It is safe for concurrent use.
 func (p *Pool) Transport(req Request) http.RoundTripper {

@@ -186,8 +186,8 @@ func (e *Entry) SetFit(fit bool) {
 	}
 }
 
-// Update changes the labels, which must not be changed any more, and the limit. Leases above a lowered limit stay; none is granted until the number
-// is below it.
+// Update changes the labels, which must not be changed any more, and the limit. Leases above a lowered limit stay; none is
+// granted until the number is below it.
 func (e *Entry) Update(labels map[string]string, maxLeases int) {
 	t := e.table
 	t.mu.Lock()
