@@ -93,7 +93,7 @@ func (p *Provider) needs(major int, node string) []need {
 	if major == 8 {
 		agent = "VM.Monitor"
 	}
-	privileges := []string{"VM.Allocate", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Disk", "VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", agent}
+	privileges := []string{"VM.Allocate", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit", "VM.Config.Disk", "VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", agent}
 	if p.config.Bridge != "" || p.config.VLAN != 0 {
 		privileges = append(privileges, "VM.Config.Network")
 	}
@@ -161,7 +161,6 @@ func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) e
 	node := e.node.Name
 	seen := view{rows: map[int]row{}}
 	for _, r := range cluster {
-		r.live = true // late names are good enough here
 		seen.rows[int(r.VMID)] = r
 	}
 	for _, r := range vms {
@@ -169,12 +168,9 @@ func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) e
 		seen.rows[int(r.VMID)] = r
 	}
 	for _, image := range slices.Sorted(maps.Keys(p.config.Templates)) {
-		source, id, ok := p.template(image, node, &seen)
-		if !ok {
-			return permanent(provider.ReasonTemplateNotFound, "node %s has no template for image %q, want %s", node, image, describe(p.config.Templates[image], node))
-		}
-		if source == node && seen.rows[id].Template == 0 {
-			return permanent(provider.ReasonTemplateNotFound, "VM %d on %s, for image %q, is no template; make it one (qm template %d)", id, node, image, id)
+		source, id, why := p.template(image, node, &seen)
+		if why != "" {
+			return permanent(provider.ReasonTemplateNotFound, "%s", why)
 		}
 		have, err := p.rights(ctx, e, "/vms/"+strconv.Itoa(id))
 		if err != nil {
@@ -215,16 +211,4 @@ func (p *Provider) checkDisks(ctx context.Context, e *endpoint, id int, c vmConf
 		}
 	}
 	return nil
-}
-
-func describe(t Template, node string) string {
-	switch {
-	case t.Nodes[node] != 0:
-		return fmt.Sprintf("VM %d", t.Nodes[node])
-	case t.VMID != 0:
-		return fmt.Sprintf("VM %d", t.VMID)
-	case t.Name != "":
-		return fmt.Sprintf("one with the name %q", t.Name)
-	}
-	return "an entry for it in Templates"
 }

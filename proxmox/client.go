@@ -47,12 +47,17 @@ const (
 	// anyTimeout bounds a request that another node could answer as well. It is longer than the 3 s for which
 	// pveproxy holds back a 401.
 	anyTimeout = 10 * time.Second
+	// silentTimeout is how long looks wait for a node that did not answer the last time, and silentFor how long that goes
+	// on before one waits the full time again: a node that is down must not slow down every list.
+	silentTimeout = time.Second
+	silentFor     = 30 * time.Second
 )
 
 // endpoint is the API on one node.
 type endpoint struct {
 	node      Node
 	transport *http.Transport
+	silent    atomic.Int64 // since when, in nanoseconds of Unix time, it has not answered a look that had its full time; zero when it has
 }
 
 func newEndpoint(c *Config, n Node) *endpoint {
@@ -148,6 +153,7 @@ func (p *Provider) send(ctx context.Context, e *endpoint, r request, result any)
 	ctx, cancel := context.WithTimeout(ctx, p.config.RequestTimeout)
 	defer cancel()
 	begin := time.Now()
+	var data json.RawMessage
 	switch {
 	case r.seed != nil:
 		sum := sha256.Sum256(r.seed)
@@ -156,36 +162,45 @@ func (p *Provider) send(ctx context.Context, e *endpoint, r request, result any)
 			*q = *q.WithContext(ctx)
 			return nil
 		})
-		err = p.uploadWith(e.client(p.config.TokenID, s.value, with), r, fields, result)
+		err = e.client(p.config.TokenID, s.value, with).UploadReader(r.path, fields, r.file, bytes.NewReader(r.seed), int64(len(r.seed)), &data)
 	case r.method == http.MethodGet:
-		err = e.client(p.config.TokenID, s.value).Get(ctx, r.path, result)
+		err = e.client(p.config.TokenID, s.value).Get(ctx, r.path, &data)
 	case r.method == http.MethodDelete:
-		err = e.client(p.config.TokenID, s.value).Delete(ctx, r.path, result)
+		err = e.client(p.config.TokenID, s.value).Delete(ctx, r.path, &data)
 	case r.method == http.MethodPut:
-		err = e.client(p.config.TokenID, s.value).Put(ctx, r.path, body(r.body), result)
+		err = e.client(p.config.TokenID, s.value).Put(ctx, r.path, body(r.body), &data)
 	default:
-		err = e.client(p.config.TokenID, s.value).Post(ctx, r.path, body(r.body), result)
+		err = e.client(p.config.TokenID, s.value).Post(ctx, r.path, body(r.body), &data)
 	}
-	level := p.config.Logger.With("provider", p.config.Name, "node", e.node.Name, "method", r.method, "path", r.path, "took", time.Since(begin))
 	if err == nil {
-		level.DebugContext(ctx, "proxmox: request")
+		err = decode(r, data, result)
+	}
+	log := p.config.Logger.With("provider", p.config.Name, "node", e.node.Name, "method", r.method, "path", r.path, "took", time.Since(begin))
+	if err == nil {
+		log.DebugContext(ctx, "proxmox: request")
 		return nil
 	}
 	f := classify(err)
+	if r.method == http.MethodGet {
+		f.ambiguous = false // a read changes nothing
+	}
 	if f.code == http.StatusUnauthorized {
 		p.secret.CompareAndSwap(s, nil)
 	}
-	level.DebugContext(ctx, "proxmox: request failed", "status", f.code, "error", f.Error())
+	log.DebugContext(ctx, "proxmox: request failed", "status", f.code, "error", f.Error())
 	return f
 }
 
-// uploadWith reads the task's name itself: the library decodes it into a type that is refused when it is empty.
-func (p *Provider) uploadWith(c *pve.Client, r request, fields map[string]string, result any) error {
-	var answer json.RawMessage
-	if err := c.UploadReader(r.path, fields, r.file, bytes.NewReader(r.seed), int64(len(r.seed)), &answer); err != nil {
-		return err
+// decode reads what an answer holds. The library takes null for anything, even for a list: to us an empty list is VMs that are
+// gone, so what was asked for has to be there.
+func decode(r request, data json.RawMessage, result any) error {
+	if len(data) == 0 {
+		if r.method == http.MethodGet {
+			return &fault{kind: provider.ErrUnavailable, reason: provider.ReasonUnsupported, cause: errNothing}
+		}
+		return nil
 	}
-	return json.Unmarshal(answer, result)
+	return json.Unmarshal(data, result)
 }
 
 // body is nil for a request without one.
@@ -219,8 +234,36 @@ func (p *Provider) get(ctx context.Context, node, path string, result any) error
 	return p.on(ctx, node, request{method: http.MethodGet, path: path}, result)
 }
 
-// any sends a request to the endpoint that answered last, and to the others when that can't be reached. A request that
-// changes something is not sent twice.
+// look reads through an endpoint for something that does not wait for slow nodes.
+func (p *Provider) look(ctx context.Context, e *endpoint, path string, result any) error {
+	limit := min(anyTimeout, p.config.RequestTimeout)
+	full := true
+	if since := e.silent.Load(); since != 0 && time.Since(time.Unix(0, since)) < silentFor {
+		limit, full = min(limit, silentTimeout), false
+	}
+	try, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	begin := time.Now()
+	err := p.send(try, e, request{method: http.MethodGet, path: path}, result)
+	switch {
+	case err == nil || classify(err).code != 0:
+		e.silent.Store(0)
+	case full && ctx.Err() == nil && time.Since(begin) > silentTimeout:
+		e.silent.Store(time.Now().UnixNano())
+	}
+	return err
+}
+
+// lookOn is look for a node, which need not be among those that are configured.
+func (p *Provider) lookOn(ctx context.Context, node, path string, result any) error {
+	if e := p.endpointOf(node); e != nil {
+		return p.look(ctx, e, path, result)
+	}
+	return p.any(ctx, request{method: http.MethodGet, path: path}, result)
+}
+
+// any sends a request to the endpoint that answered last, and to the others when that can't be reached or, asked about the
+// cluster, is not well. A request that changes something is not sent twice.
 func (p *Provider) any(ctx context.Context, r request, result any) error {
 	first := int(p.preferred.Load())
 	var worst error
@@ -234,8 +277,13 @@ func (p *Provider) any(ctx context.Context, r request, result any) error {
 			return nil
 		}
 		f := classify(err)
+		if f.code == http.StatusUnauthorized {
+			// Maybe it has lost its own file system, where the tokens are. The next call asks another one.
+			p.preferred.CompareAndSwap(int32(at), int32((at+1)%len(p.endpoints)))
+		}
 		unreached := f.code == 0 && !errors.Is(f.kind, provider.ErrDenied) && f.reason != provider.ReasonCredentialsUnavailable
-		if !unreached || ctx.Err() != nil || r.method != http.MethodGet && f.ambiguous {
+		unwell := f.code >= http.StatusInternalServerError && r.method == http.MethodGet && !strings.HasPrefix(r.path, "/nodes/")
+		if !unreached && !unwell || ctx.Err() != nil || r.method != http.MethodGet && f.ambiguous {
 			return err
 		}
 		if worst == nil {
@@ -287,7 +335,7 @@ func (n *number) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// tokens in flight are counted nowhere; these are the parts of Provider that this file uses.
+// connections are the parts of Provider that this file uses.
 type connections struct {
 	endpoints []*endpoint
 	preferred atomic.Int32

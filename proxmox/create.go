@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -72,6 +73,9 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 	if err != nil {
 		return provider.Instance{}, readable(err)
 	}
+	if err := p.outOfSight(req.Name, &seen); err != nil {
+		return provider.Instance{}, err
+	}
 	for _, v := range vms {
 		if v.ours && v.known.name == req.Name {
 			x, gone, err := p.resume(ctx, v, req, s)
@@ -86,7 +90,7 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 			return provider.Instance{}, permanent(provider.ReasonUnsupported, "VM %d on %s has the name and is not ours; rename or remove it", int(r.VMID), r.Node)
 		}
 	}
-	nodes, refused, err := p.candidates(ctx, s, &seen, vms, req)
+	nodes, refusals, err := p.candidates(ctx, s, &seen, vms, req)
 	if err != nil {
 		return provider.Instance{}, readable(err)
 	}
@@ -95,11 +99,11 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 		defer p.mu.Unlock()
 		delete(p.placing, req.Name)
 	}()
-	var last error
-	for _, c := range nodes {
-		p.mu.Lock()
-		p.placing[req.Name] = load{node: c.node.Name, mib: c.mib, group: s.group}
-		p.mu.Unlock()
+	for {
+		c, ok := p.take(&nodes, &refusals, s, req.Name)
+		if !ok {
+			return provider.Instance{}, verdict(refusals)
+		}
 		x, err := p.createOn(ctx, c, req, s, &seen)
 		if err == nil {
 			x.Message = c.why
@@ -107,24 +111,42 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 		}
 		f := classify(err)
 		x.Host = c.node.Name
-		if f.ambiguous || ctx.Err() != nil || errors.Is(f.kind, provider.ErrDenied) || !p.elsewhere(f) {
+		if f.ambiguous || ctx.Err() != nil || !p.elsewhere(f) {
 			return x, err
 		}
 		// Nothing is left on this node, and another one may do.
-		refused = append(refused, c.node.Name+": "+f.Error())
-		last = err
+		refusals = append(refusals, refusal{c.node.Name, f})
 		p.config.Logger.WarnContext(ctx, "proxmox: a create failed, trying the next node", "provider", p.config.Name, "node", c.node.Name, "instance", req.Name, "error", f.Error())
 	}
-	if last != nil && len(refused) == 1 {
-		return provider.Instance{}, last
+}
+
+// refusal is why a node does not take an instance.
+type refusal struct {
+	node string
+	why  *fault
+}
+
+// verdict says what follows from the refusals of all nodes. As long as one of them may pass by itself, the whole does: what is
+// to be done is what the most hopeful of them asks for.
+func verdict(refusals []refusal) *fault {
+	if len(refusals) == 1 {
+		f := *refusals[0].why
+		f.message = refusals[0].node + ": " + f.message
+		return &f
 	}
-	f := &fault{kind: provider.ErrNoCapacity, reason: provider.ReasonInsufficientCapacity, message: "no node can take it: " + strings.Join(refused, "; ")}
-	if l := classify(last); last != nil && !errors.Is(l.kind, provider.ErrNoCapacity) {
-		f.kind, f.reason = l.kind, l.reason
-	} else if len(seen.missing) > 0 && last == nil && !strings.Contains(f.message, "MiB") {
-		f.kind, f.reason = provider.ErrUnavailable, provider.ReasonUnreachable
+	var all []string
+	for _, r := range refusals {
+		all = append(all, r.node+": "+r.why.Error())
 	}
-	return provider.Instance{}, f
+	f := &fault{message: "no node can take it: " + strings.Join(all, "; ")}
+	for _, kind := range []error{provider.ErrNoCapacity, provider.ErrUnavailable, provider.ErrDenied, provider.ErrPermanent} {
+		for _, r := range refusals {
+			if f.kind == nil && errors.Is(r.why.kind, kind) {
+				f.kind, f.reason = kind, r.why.reason
+			}
+		}
+	}
+	return f
 }
 
 // elsewhere reports whether a failure is one node's own.
@@ -153,6 +175,19 @@ func (p *Provider) survey(ctx context.Context, name string) (view, []vm, error) 
 			return seen, nil, &fault{kind: provider.ErrUnavailable, reason: provider.ReasonTimeout, cause: err}
 		}
 	}
+}
+
+// outOfSight is an error when the name is that of a VM which is on a node that does not answer.
+func (p *Provider) outOfSight(name string, seen *view) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for id, k := range p.known {
+		node := string(seen.rows[id].Node)
+		if k.ours && k.name == name && seen.missing[node] != nil {
+			return unavailable(provider.ReasonUnreachable, "VM %d has the name and is on %s, which does not answer: %v", id, node, seen.missing[node])
+		}
+	}
+	return nil
 }
 
 // nameless reports whether a clone in our range that this process has not begun has no name yet.
@@ -207,7 +242,7 @@ func (p *Provider) resume(ctx context.Context, v vm, req provider.CreateRequest,
 
 // removable reports whether a VM that could not be finished is of no use, and nothing is under way in it.
 func (p *Provider) removable(f *fault) bool {
-	return !f.ambiguous && !errors.Is(f.kind, provider.ErrDenied) && f.code != http.StatusUnauthorized
+	return !f.ambiguous && !f.unanswered() && !errors.Is(f.kind, provider.ErrDenied)
 }
 
 // unlocked waits until a VM of ours is cloned, and returns its configuration.
@@ -217,20 +252,26 @@ func (p *Provider) unlocked(ctx context.Context, node string, h handle) (vmConfi
 		if err != nil {
 			return nil, readable(err)
 		}
-		if k := p.identify(c); !k.ours || k.note.nonce != h.nonce || k.name != h.name {
+		if k := p.identify(h.vmid, c); !k.ours || k.note.nonce != h.nonce || k.name != h.name {
 			return nil, unavailable(provider.ReasonUnknown, "VM %d on %s is not ours any more", h.vmid, node)
 		}
 		if c.lock() != "clone" {
 			return c, nil
 		}
 		if p.abandoned(h.vmid) {
-			return nil, permanent(provider.ReasonUnknown,
-				"VM %d on %s has had the lock clone for more than %s, so what cloned it has died; as root: qm unlock %d && qm destroy %d", h.vmid, node, p.config.CloneTimeout, h.vmid, h.vmid)
+			return nil, p.orphaned(node, h)
 		}
 		if err := sleep(ctx, pace(begin)); err != nil {
 			return nil, &fault{kind: provider.ErrUnavailable, reason: provider.ReasonTimeout, message: fmt.Sprintf("VM %d is still being cloned", h.vmid), cause: err}
 		}
 	}
+}
+
+// orphaned is about a clone that has not ended in time. It is not ErrPermanent: a clone that is only slow ends by itself, and
+// after the operator has removed another the next attempt finds that too.
+func (p *Provider) orphaned(node string, h handle) error {
+	return unavailable(provider.ReasonUnknown, "VM %d on %s has had the lock clone for more than %s, so what cloned it has died or CloneTimeout is too short; in the first case, as root: qm unlock %d && qm destroy %d",
+		h.vmid, node, p.config.CloneTimeout, h.vmid, h.vmid)
 }
 
 func (p *Provider) isRunning(ctx context.Context, node string, vmid int) (bool, error) {
@@ -247,17 +288,16 @@ func (p *Provider) made(node string, h handle, k known, message string) provider
 // createOn makes the instance on one node. When it fails in a way that is not ambiguous, nothing is left there.
 func (p *Provider) createOn(ctx context.Context, c candidate, req provider.CreateRequest, s *plan, seen *view) (provider.Instance, error) {
 	slot := p.cloning[c.source]
-	if slot != nil {
-		select {
-		case slot <- struct{}{}:
-		case <-ctx.Done():
-			return provider.Instance{}, &fault{kind: provider.ErrUnavailable, reason: provider.ReasonTimeout, message: "waiting for a turn to clone", cause: context.Cause(ctx)}
-		}
+	if slot == nil {
+		slot = p.cloning[c.node.Name] // the template is on a node that is not configured
+	}
+	select {
+	case slot <- struct{}{}:
+	case <-ctx.Done():
+		return provider.Instance{}, &fault{kind: provider.ErrUnavailable, reason: provider.ReasonTimeout, message: "waiting for a turn to clone", cause: context.Cause(ctx)}
 	}
 	h, k, err := p.clone(ctx, c, req, s, seen)
-	if slot != nil {
-		<-slot
-	}
+	<-slot
 	if err != nil {
 		return provider.Instance{}, err
 	}
@@ -265,7 +305,7 @@ func (p *Provider) createOn(ctx context.Context, c candidate, req provider.Creat
 		if f := classify(err); p.removable(f) && ctx.Err() == nil {
 			if gone := p.destroy(ctx, c.node.Name, h); gone != nil {
 				g := *f
-				g.ambiguous = true // it is still there
+				g.kind, g.ambiguous = provider.ErrOutcomeUnknown, true // it is still there
 				g.message += "; and it could not be removed: " + gone.Error()
 				return provider.Instance{}, &g
 			}
@@ -286,7 +326,7 @@ func (p *Provider) clone(ctx context.Context, c candidate, req provider.CreateRe
 			return handle{}, known{}, err
 		}
 		h := handle{vmid: vmid, nonce: newNonce(), name: req.Name}
-		n := note{entry: p.config.Name, nonce: h.nonce, group: s.group, address: s.address, created: time.Now().Truncate(time.Second)}
+		n := note{entry: p.config.Name, vmid: vmid, nonce: h.nonce, group: s.group, address: s.address, created: time.Now().Truncate(time.Second)}
 		body := map[string]any{"newid": vmid, "name": req.Name, "description": req.Mark.String() + "\n" + n.String() + "\n"}
 		if p.config.Pool != "" {
 			body["pool"] = p.config.Pool
@@ -300,6 +340,9 @@ func (p *Provider) clone(ctx context.Context, c candidate, req provider.CreateRe
 		if c.node.Name != c.source {
 			body["target"] = c.node.Name
 		}
+		// Known from now on, so that it is not made again elsewhere when the node goes down in the middle.
+		k := known{name: req.Name, ours: true, mark: req.Mark, note: n, at: time.Now()}
+		p.remember(vmid, k)
 		err = p.run(ctx, c.source, request{method: http.MethodPost, path: fmt.Sprintf("/nodes/%s/qemu/%d/clone", c.source, c.template), body: body}, p.config.CloneTimeout)
 		f := &fault{}
 		if err != nil {
@@ -308,13 +351,18 @@ func (p *Provider) clone(ctx context.Context, c candidate, req provider.CreateRe
 		if err == nil || f.ambiguous {
 			if proof := p.prove(ctx, c.node.Name, h, f.ambiguous); proof == nil {
 				p.letGo(vmid)
-				return h, known{name: req.Name, ours: true, mark: req.Mark, note: n}, nil
+				p.remember(vmid, k)
+				return h, k, nil
 			} else if err == nil {
 				err, f = proof, classify(proof)
 			}
 		}
 		p.letGo(vmid)
-		if !f.collision {
+		if f.ambiguous {
+			return h, known{}, err
+		}
+		p.unremember(vmid)
+		if !f.collision && f.lockOf != vmid {
 			return h, known{}, err
 		}
 		seen.used[vmid] = true
@@ -328,7 +376,7 @@ func (p *Provider) prove(ctx context.Context, node string, h handle, lost bool) 
 	for begin := time.Now(); ; {
 		var c vmConfig
 		if c, err = p.configOf(ctx, node, h.vmid); err == nil {
-			k := p.identify(c)
+			k := p.identify(h.vmid, c)
 			switch {
 			case k.ours && k.name == h.name && k.note.nonce == h.nonce:
 				_, err = p.unlocked(ctx, node, h)
@@ -363,6 +411,12 @@ func (p *Provider) pick(seen *view, name string) (int, error) {
 	return 0, &fault{kind: provider.ErrNoCapacity, reason: provider.ReasonQuotaExceeded, message: fmt.Sprintf("all VMIDs from %d to %d are in use", low, p.config.VMIDMax)}
 }
 
+func (p *Provider) unremember(vmid int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.known, vmid)
+}
+
 func (p *Provider) letGo(vmid int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -375,46 +429,59 @@ func (p *Provider) finish(ctx context.Context, node string, h handle, s *plan, r
 	if err != nil {
 		return err
 	}
-	vmPath := fmt.Sprintf("/nodes/%s/qemu/%d", node, h.vmid)
-	if p.attached(c, h) == "" {
-		if c["protection"] == "1" {
-			// The template's; under it no drive can be taken away.
-			body := map[string]any{"delete": "protection", "digest": string(c["digest"])}
-			if err := p.run(ctx, node, request{method: http.MethodPost, path: vmPath + "/config", body: body}, p.config.TaskTimeout); err != nil {
-				return err
-			}
-			if c, err = p.unlocked(ctx, node, h); err != nil {
-				return err
-			}
-		}
-		if disk, have := rootDisk(c); s.diskGiB > have {
-			if disk == "" {
-				return permanent(provider.ReasonUnsupported, "VM %d has no disk to grow to %d GiB", h.vmid, s.diskGiB)
-			}
-			body := map[string]any{"disk": disk, "size": fmt.Sprintf("%dG", s.diskGiB)}
-			if err := p.run(ctx, node, request{method: http.MethodPut, path: vmPath + "/resize", body: body}, p.config.TaskTimeout); err != nil {
-				return err
-			}
-		}
-		mac := ""
-		if m := macPattern.FindStringSubmatch(string(c["net0"])); m != nil {
-			mac = m[1]
-		}
-		image, err := s.seed(req.Name, req.Mark.Hash, mac)
-		if err != nil {
-			return permanent(provider.ReasonUnsupported, "the seed image: %v", err)
-		}
-		if err := p.upload(ctx, node, h, image); err != nil {
-			return err
-		}
-		if c, err = p.unlocked(ctx, node, h); err != nil {
-			return err
-		}
-		if err := p.configure(ctx, node, h, c, s); err != nil {
-			return err
-		}
+	if p.attached(c, h) != "" {
+		return p.start(ctx, node, h) // the drive comes with the last change
+	}
+	if c, err = p.unprotect(ctx, node, h, c); err != nil {
+		return err
+	}
+	if err := p.grow(ctx, node, h, c, s); err != nil {
+		return err
+	}
+	mac := ""
+	if m := macPattern.FindStringSubmatch(string(c["net0"])); m != nil {
+		mac = m[1]
+	}
+	image, err := s.seed(req.Name, req.Mark.Hash, mac)
+	if err != nil {
+		return permanent(provider.ReasonUnsupported, "the seed image: %v", err)
+	}
+	if err := p.upload(ctx, node, h, image); err != nil {
+		return err
+	}
+	if c, err = p.unlocked(ctx, node, h); err != nil {
+		return err
+	}
+	if err := p.configure(ctx, node, h, c, s); err != nil {
+		return err
 	}
 	return p.start(ctx, node, h)
+}
+
+// unprotect takes away the template's protection, under which no drive can be taken out, and returns what is then.
+func (p *Provider) unprotect(ctx context.Context, node string, h handle, c vmConfig) (vmConfig, error) {
+	if c["protection"] != "1" {
+		return c, nil
+	}
+	body := map[string]any{"delete": "protection", "digest": string(c["digest"])}
+	path := fmt.Sprintf("/nodes/%s/qemu/%d/config", node, h.vmid)
+	if err := p.run(ctx, node, request{method: http.MethodPost, path: path, body: body}, p.config.TaskTimeout); err != nil {
+		return nil, err
+	}
+	return p.unlocked(ctx, node, h)
+}
+
+// grow makes the disk as large as the spec says.
+func (p *Provider) grow(ctx context.Context, node string, h handle, c vmConfig, s *plan) error {
+	disk, have := rootDisk(c)
+	if s.diskGiB<<10 <= have {
+		return nil
+	}
+	if disk == "" {
+		return permanent(provider.ReasonUnsupported, "VM %d has no disk to grow to %d GiB", h.vmid, s.diskGiB)
+	}
+	body := map[string]any{"disk": disk, "size": fmt.Sprintf("%dG", s.diskGiB), "digest": string(c["digest"])}
+	return p.run(ctx, node, request{method: http.MethodPut, path: fmt.Sprintf("/nodes/%s/qemu/%d/resize", node, h.vmid), body: body}, p.config.TaskTimeout)
 }
 
 // upload brings the seed to the node, through the node itself, and looks whether all of it is there.
@@ -439,7 +506,7 @@ func (p *Provider) upload(ctx context.Context, node string, h handle, image []by
 		case err == nil:
 			err = sizeErr
 		}
-		if sleep(ctx, time.Duration(try+1)*time.Second) != nil {
+		if try == uploads-1 || sleep(ctx, time.Duration(try+1)*time.Second) != nil {
 			break
 		}
 	}
@@ -478,12 +545,15 @@ func (p *Provider) attached(c vmConfig, h handle) string {
 	return ""
 }
 
+// cloudInitVolume matches the volumes that Proxmox itself takes for cloud-init drives.
+var cloudInitVolume = regexp.MustCompile(`[:/](vm-[0-9]+-)?cloudinit(\.[a-z0-9]+)?$`)
+
 func isCloudInit(drive string) bool {
 	volume, _, _ := strings.Cut(drive, ",")
-	return strings.Contains(volume, "cloudinit")
+	return cloudInitVolume.MatchString(volume)
 }
 
-func isCDROM(drive string) bool { return strings.Contains(drive, "media=cdrom") }
+func isCDROM(drive string) bool { return strings.Contains(drive+",", ",media=cdrom,") }
 
 // configure makes one change of everything: processors, memory, network, tags and the drive with the seed. The template's
 // own cloud-init drives go, since a guest takes the first volume with that label.
@@ -505,8 +575,11 @@ func (p *Provider) configure(ctx context.Context, node string, h handle, c vmCon
 	if net := p.network(string(c["net0"])); net != string(c["net0"]) {
 		body["net0"] = net
 	}
-	if p.config.Tags != nil {
+	switch {
+	case len(p.config.Tags) > 0:
 		body["tags"] = strings.Join(p.config.Tags, ";")
+	case p.config.Tags != nil && c["tags"] != "":
+		remove = append(remove, "tags")
 	}
 	if !agentEnabled(string(c["agent"])) {
 		body["agent"] = "1"
@@ -581,10 +654,10 @@ func (p *Provider) network(net0 string) string {
 	return strings.Join(parts, ",")
 }
 
-var sizePattern = regexp.MustCompile(`(?:^|,)size=([0-9]+)([MGT]?)`)
+var sizePattern = regexp.MustCompile(`(?:^|,)size=([0-9]+)([KMGT]?)(?:,|$)`)
 
-// rootDisk returns the disk that is booted from and its size in GiB, rounded up.
-func rootDisk(c vmConfig) (disk string, gib int) {
+// rootDisk returns the disk that is booted from and its size in MiB.
+func rootDisk(c vmConfig) (disk string, mib int) {
 	isDisk := func(key string) bool {
 		d := string(c[key])
 		return drivePattern.MatchString(key) && d != "" && !isCDROM(d) && !isCloudInit(d)
@@ -602,15 +675,18 @@ func rootDisk(c vmConfig) (disk string, gib int) {
 	if m == nil {
 		return order[i], 0
 	}
-	var n number
-	_ = n.UnmarshalJSON([]byte(m[1]))
+	n, _ := strconv.Atoi(m[1])
 	switch m[2] {
-	case "M":
-		return order[i], (int(n) + 1023) / 1024
+	case "":
+		n >>= 20
+	case "K":
+		n >>= 10
+	case "G":
+		n <<= 10
 	case "T":
-		return order[i], int(n) * 1024
+		n <<= 20
 	}
-	return order[i], int(n)
+	return order[i], n
 }
 
 // start starts the VM. One that runs already is fine.
@@ -646,8 +722,9 @@ type candidate struct {
 	source   string // node of the template
 	template int
 	mib      int
-	free     int64
-	group    int
+	free     int64 // MiB
+	limited  bool  // free is known
+	group    int   // instances of the group that are there
 	why      string
 }
 
@@ -659,94 +736,122 @@ type nodeRow struct {
 	Used   number `json:"mem"`
 }
 
-// candidates returns the nodes that can take the instance, best first, and why the others can't.
-func (p *Provider) candidates(ctx context.Context, s *plan, seen *view, vms []vm, req provider.CreateRequest) ([]candidate, []string, error) {
+// candidates returns the nodes that can take the instance if they have room, and why the others can't.
+func (p *Provider) candidates(ctx context.Context, s *plan, seen *view, vms []vm, req provider.CreateRequest) ([]candidate, []refusal, error) {
 	var rows []nodeRow
 	if err := p.any(ctx, request{method: http.MethodGet, path: "/nodes"}, &rows); err != nil {
 		return nil, nil, err
 	}
 	var all []candidate
-	var refused []string
-	refuse := func(n Node, format string, args ...any) {
-		refused = append(refused, n.Name+": "+fmt.Sprintf(format, args...))
-	}
+	var refusals []refusal
 	memories := map[int]int{}
 	for _, n := range p.allowed(s) {
-		i := slices.IndexFunc(rows, func(r nodeRow) bool { return string(r.Node) == n.Name })
-		switch {
-		case i < 0:
-			refuse(n, "the cluster has no such node")
-			continue
-		case seen.missing[n.Name] != nil:
-			refuse(n, "%v", seen.missing[n.Name])
-			continue
-		case rows[i].Status != "online":
-			refuse(n, "the cluster says that it is %s", rows[i].Status)
+		c, why := p.candidate(ctx, n, rows, s, seen, memories)
+		if why != nil {
+			refusals = append(refusals, refusal{n.Name, why})
 			continue
 		}
-		c := candidate{node: n, mib: s.memoryMiB}
-		source, id, ok := p.template(s.image, n.Name, seen)
-		if !ok {
-			refuse(n, "has no template for image %q", s.image)
-			continue
-		}
-		c.source, c.template = source, id
-		if c.mib == 0 {
-			if _, ok := memories[id]; !ok {
-				config, err := p.configOf(ctx, source, id)
-				if err != nil {
-					refuse(n, "template %d: %v", id, err)
-					continue
-				}
-				var m number
-				_ = m.UnmarshalJSON([]byte(`"` + strings.TrimPrefix(string(config["memory"]), "current=") + `"`))
-				memories[id] = max(int(m), leastMemory)
+		for _, v := range vms {
+			if v.ours && s.group != "" && v.note.group == s.group && string(v.Node) == n.Name && v.mark.Owner == req.Mark.Owner {
+				c.group++
 			}
-			c.mib = memories[id]
 		}
-		c.free = int64(rows[i].Max-rows[i].Used) >> 20
-		p.mu.Lock()
-		for name, l := range p.placing {
-			if l.node == n.Name && name != req.Name {
+		all = append(all, c)
+	}
+	return all, refusals, nil
+}
+
+// take takes the best node out of those that are left, and notes what the create will use there, so that another one which
+// chooses at the same time knows of it. It reports false when no node has room.
+func (p *Provider) take(nodes *[]candidate, refusals *[]refusal, s *plan, name string) (candidate, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.placing, name)
+	best, of := candidate{}, len(p.allowed(s))
+	var left []candidate
+	for _, c := range *nodes {
+		whole := c
+		for _, l := range p.placing {
+			if l.node == c.node.Name {
 				c.free -= int64(l.mib)
 				if s.group != "" && l.group == s.group {
 					c.group++
 				}
 			}
 		}
-		p.mu.Unlock()
-		for _, v := range vms {
-			if v.ours && s.group != "" && v.note.group == s.group && string(v.Node) == n.Name && v.mark.Owner == req.Mark.Owner {
-				c.group++
-			}
-		}
-		if rows[i].Max > 0 && c.free < int64(c.mib) {
-			refuse(n, "%d MiB are free, want %d", c.free, c.mib)
+		if c.limited && c.free < int64(c.mib) {
+			*refusals = append(*refusals, refusal{c.node.Name, &fault{kind: provider.ErrNoCapacity, reason: provider.ReasonInsufficientCapacity,
+				message: fmt.Sprintf("%d MiB are free, want %d", c.free, c.mib)}})
 			continue
 		}
-		c.why = fmt.Sprintf("on %s with %d MiB free, of %d nodes allowed", n.Name, c.free, len(p.allowed(s)))
-		all = append(all, c)
+		left = append(left, whole)
+		if best.node.Name == "" || cmp.Or(cmp.Compare(c.group, best.group), cmp.Compare(best.free, c.free)) < 0 {
+			best = c
+		}
 	}
-	slices.SortStableFunc(all, func(a, b candidate) int {
-		return cmp.Or(cmp.Compare(a.group, b.group), cmp.Compare(b.free, a.free), strings.Compare(a.node.Name, b.node.Name))
-	})
-	return all, refused, nil
+	if best.node.Name == "" {
+		return best, false
+	}
+	*nodes = slices.DeleteFunc(left, func(c candidate) bool { return c.node.Name == best.node.Name })
+	best.why = fmt.Sprintf("on %s with %d MiB free, of %d nodes allowed", best.node.Name, best.free, of)
+	p.placing[name] = load{node: best.node.Name, mib: best.mib, group: s.group}
+	return best, true
 }
 
-// template returns the VM to clone for an image on a node, and the node that it is on.
-func (p *Provider) template(image, node string, seen *view) (source string, vmid int, ok bool) {
-	t := p.config.Templates[image]
-	id := t.Nodes[node]
-	if id == 0 {
-		id = t.VMID
+// candidate returns what a node would make the instance from, or why it can't.
+func (p *Provider) candidate(ctx context.Context, n Node, rows []nodeRow, s *plan, seen *view, memories map[int]int) (candidate, *fault) {
+	i := slices.IndexFunc(rows, func(r nodeRow) bool { return string(r.Node) == n.Name })
+	switch {
+	case i < 0:
+		return candidate{}, unavailable(provider.ReasonUnreachable, "the cluster has no such node")
+	case seen.missing[n.Name] != nil:
+		return candidate{}, unavailable(classify(seen.missing[n.Name]).reason, "%v", seen.missing[n.Name])
+	case rows[i].Status != "online":
+		return candidate{}, unavailable(provider.ReasonUnreachable, "the cluster says that it is %s", rows[i].Status)
 	}
-	if id != 0 {
+	source, id, why := p.template(s.image, n.Name, seen)
+	if why != "" {
+		// Not ErrPermanent: who makes the template changes no spec.
+		return candidate{}, unavailable(provider.ReasonTemplateNotFound, "%s", why)
+	}
+	if seen.missing[source] != nil {
+		return candidate{}, unavailable(provider.ReasonUnreachable, "template %d is on %s: %v", id, source, seen.missing[source])
+	}
+	c := candidate{node: n, source: source, template: id, mib: s.memoryMiB, free: int64(rows[i].Max-rows[i].Used) >> 20, limited: rows[i].Max > 0}
+	if c.mib == 0 && memories[id] == 0 {
+		config, err := p.configOf(ctx, source, id)
+		if err != nil {
+			f := *classify(readable(err))
+			f.message = fmt.Sprintf("template %d: %s", id, f.message)
+			return c, &f
+		}
+		var m number
+		_ = m.UnmarshalJSON([]byte(`"` + strings.TrimPrefix(string(config["memory"]), "current=") + `"`))
+		memories[id] = max(int(m), leastMemory)
+	}
+	c.mib = or(c.mib, memories[id])
+	return c, nil
+}
+
+// template returns the VM to clone for an image on a node, and the node that it is on, or why there is none.
+func (p *Provider) template(image, node string, seen *view) (source string, vmid int, why string) {
+	t := p.config.Templates[image]
+	if id := or(t.Nodes[node], t.VMID); id != 0 {
 		r, ok := seen.rows[id]
-		return string(r.Node), id, ok && nodePattern.MatchString(string(r.Node))
+		switch {
+		case !ok || r.Kind == "lxc" || !nodePattern.MatchString(string(r.Node)):
+			return "", id, fmt.Sprintf("node %s has no template for image %q, want VM %d", node, image, id)
+		case r.live && r.Template == 0:
+			return "", id, fmt.Sprintf("VM %d on %s, for image %q, is no template; make it one (qm template %d)", id, r.Node, image, id)
+		}
+		return string(r.Node), id, ""
+	}
+	if t.Name == "" {
+		return "", 0, fmt.Sprintf("node %s has no template for image %q, want an entry for it in Templates", node, image)
 	}
 	best := row{}
 	for _, r := range seen.rows {
-		if t.Name == "" || !r.live || r.Template == 0 || string(r.Name) != t.Name {
+		if r.Template == 0 || string(r.Name) != t.Name || !nodePattern.MatchString(string(r.Node)) {
 			continue
 		}
 		here, bestHere := string(r.Node) == node, string(best.Node) == node
@@ -754,5 +859,8 @@ func (p *Provider) template(image, node string, seen *view) (source string, vmid
 			best = r
 		}
 	}
-	return string(best.Node), int(best.VMID), best.VMID != 0
+	if best.VMID == 0 {
+		return "", 0, fmt.Sprintf("node %s has no template for image %q, want one with the name %q", node, image, t.Name)
+	}
+	return string(best.Node), int(best.VMID), ""
 }

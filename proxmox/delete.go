@@ -71,7 +71,7 @@ func (p *Provider) destroy(ctx context.Context, node string, h handle) error {
 		return err
 	}
 	// While the VM is hibernated its configuration can't be changed, and while it is protected no drive be taken away.
-	var change = map[string]any{"digest": string(c["digest"])}
+	change := map[string]any{"digest": string(c["digest"])}
 	switch drive := p.attached(c, h); {
 	case c.lock() != "":
 	case c["protection"] == "1":
@@ -104,9 +104,7 @@ func (p *Provider) destroy(ctx context.Context, node string, h handle) error {
 	for begin := time.Now(); ; {
 		at, whereErr := p.where(ctx, h.vmid)
 		if whereErr == nil && at == "" {
-			p.mu.Lock()
-			delete(p.known, h.vmid)
-			p.mu.Unlock()
+			p.unremember(h.vmid)
 			return nil
 		}
 		if err == nil && whereErr == nil {
@@ -124,15 +122,14 @@ func (p *Provider) ours(ctx context.Context, node string, h handle) (vmConfig, e
 	if err != nil {
 		return nil, err
 	}
-	k := p.identify(c)
+	k := p.identify(h.vmid, c)
 	switch lock := c.lock(); {
 	case !k.ours || k.note.nonce != h.nonce || k.name != h.name:
 		return nil, &fault{kind: provider.ErrUnavailable, reason: provider.ReasonUnknown, absent: true, message: fmt.Sprintf("VM %d on %s is not the one meant any more", h.vmid, node)}
 	case lock == "" || lock == "suspended":
 		return c, nil
 	case lock == "clone" && p.abandoned(h.vmid):
-		return nil, permanent(provider.ReasonUnknown,
-			"VM %d on %s has had the lock clone for more than %s, so what cloned it has died; as root: qm unlock %d && qm destroy %d", h.vmid, node, p.config.CloneTimeout, h.vmid, h.vmid)
+		return nil, p.orphaned(node, h)
 	default:
 		return nil, unavailable(provider.ReasonUnknown, "VM %d on %s has the lock %q; it is deleted when that is gone", h.vmid, node, lock)
 	}
@@ -143,6 +140,9 @@ func (p *Provider) stop(ctx context.Context, node string, h handle) error {
 	path := fmt.Sprintf("/nodes/%s/qemu/%d/status/", node, h.vmid)
 	running, err := p.isRunning(ctx, node, h.vmid)
 	if err != nil || !running {
+		return err
+	}
+	if _, err := p.ours(ctx, node, h); err != nil {
 		return err
 	}
 	err = p.run(ctx, node, request{method: http.MethodPost, path: path + "stop"}, p.config.TaskTimeout)
@@ -163,8 +163,10 @@ func (p *Provider) stop(ctx context.Context, node string, h handle) error {
 	}
 }
 
-// uploadsEnd waits until none of the uploads that the token has begun on a node is still being put into its place.
+// uploadsEnd waits until none of the uploads that the token has under way on a node now is still being put into its place.
+// Those that begin later are of other instances.
 func (p *Provider) uploadsEnd(ctx context.Context, node string) error {
+	var waiting map[text]bool
 	for begin := time.Now(); ; {
 		var tasks []struct {
 			UPID    text `json:"upid"`
@@ -173,13 +175,16 @@ func (p *Provider) uploadsEnd(ctx context.Context, node string) error {
 		if err := p.get(ctx, node, "/nodes/"+node+"/tasks?source=active&typefilter=imgcopy&limit=500", &tasks); err != nil {
 			return err
 		}
-		busy := false
+		active := map[text]bool{}
 		for _, t := range tasks {
-			busy = busy || t.EndTime == "" && strings.Contains(string(t.UPID), ":"+p.config.TokenID+":")
+			if t.EndTime == "" && strings.Contains(string(t.UPID), ":"+p.config.TokenID+":") && (waiting == nil || waiting[t.UPID]) {
+				active[t.UPID] = true
+			}
 		}
-		if !busy {
+		if len(active) == 0 {
 			return nil
 		}
+		waiting = active
 		if err := sleep(ctx, pace(begin)); err != nil || time.Since(begin) > p.config.TaskTimeout {
 			return &fault{kind: provider.ErrUnavailable, reason: provider.ReasonTimeout, message: "uploads to " + node + " are still under way", cause: err}
 		}

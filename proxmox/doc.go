@@ -16,8 +16,8 @@
 // An API token with privilege separation, and no password. Make a role and give it to user and token (a token has at most
 // what its user has):
 //
-//	pveum role add Egress --privs "VM.Allocate VM.Audit VM.Clone VM.Config.CDROM VM.Config.CPU VM.Config.Disk \
-//	    VM.Config.Memory VM.Config.Options VM.PowerMgmt VM.GuestAgent.Audit"                   on Proxmox VE 9
+//	pveum role add Egress --privs "VM.Allocate VM.Audit VM.Clone VM.Config.CDROM VM.Config.CPU \
+//	    VM.Config.Cloudinit VM.Config.Disk VM.Config.Memory VM.Config.Options VM.PowerMgmt VM.GuestAgent.Audit"                   on Proxmox VE 9
 //	    … VM.Monitor" instead of VM.GuestAgent.Audit                                           on Proxmox VE 8
 //	pveum user add egress@pve
 //	pveum user token add egress@pve crawl
@@ -26,7 +26,7 @@
 // The least privileges, by path:
 //
 //	/vms                VM.Audit, propagated; VM.Clone at least on the templates
-//	/vms, or /pool/P    VM.Allocate, VM.Config.CDROM, .CPU, .Disk, .Memory, .Options, VM.PowerMgmt, and
+//	/vms, or /pool/P    VM.Allocate, VM.Config.CDROM, .CPU, .Cloudinit, .Disk, .Memory, .Options, VM.PowerMgmt, and
 //	                    VM.GuestAgent.Audit (9) or VM.Monitor (8); VM.Config.Network with Bridge or VLAN
 //	/storage/SEEDS      Datastore.AllocateTemplate to upload, Datastore.Allocate to delete, Datastore.Audit
 //	/storage/DISKS      Datastore.AllocateSpace: where the template's disks are, or DiskStorage

@@ -10,7 +10,9 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	pve "github.com/luthermonson/go-proxmox"
@@ -28,6 +30,7 @@ type fault struct {
 
 	ambiguous bool // a request that changes something may have been carried out
 	collision bool // the VMID is taken
+	lockOf    int  // the VMID whose lock somebody else held, when that is what failed
 	absent    bool // the node that was asked has no such VM, which may be on another one
 	lostTask  bool // the node has forgotten the task
 	stale     bool // the configuration has changed since it was read
@@ -49,6 +52,9 @@ func (f *fault) Error() string {
 
 func (f *fault) Unwrap() error { return f.cause }
 
+// unanswered reports whether what was asked gave no answer: it says nothing about the VM.
+func (f *fault) unanswered() bool { return f.cause != nil || f.code > http.StatusNotImplemented }
+
 func (f *fault) as(kind error, reason provider.Reason) *fault {
 	f.kind, f.reason = kind, reason
 	return f
@@ -65,6 +71,9 @@ func unavailable(reason provider.Reason, format string, args ...any) *fault {
 // errCertificate is a certificate that is not the pinned one.
 var errCertificate = errors.New("the certificate has another fingerprint than the configured one")
 
+// errNothing is an answer without what was asked for.
+var errNothing = errors.New("the answer holds nothing, so this is not the API of Proxmox VE, or it is not well")
+
 // classify says what follows from err, which a request returned.
 func classify(err error) *fault {
 	if f, ok := errors.AsType[*fault](err); ok {
@@ -80,9 +89,11 @@ func classify(err error) *fault {
 	if isCertificate(err) {
 		f.reason, f.ambiguous = provider.ReasonCertificateInvalid, false
 	}
-	if _, ok := errors.AsType[*json.SyntaxError](err); ok {
-		f.reason, f.cause = provider.ReasonUnsupported, nil
-		f.message = "the answer is no JSON, so this is not the API of Proxmox VE; look at the endpoint and at what stands before it"
+	_, syntax := errors.AsType[*json.SyntaxError](err)
+	_, kind := errors.AsType[*json.UnmarshalTypeError](err)
+	if syntax || kind {
+		f.reason = provider.ReasonUnsupported
+		f.message = "the answer is not what was asked for, so this is not the API of Proxmox VE; look at the endpoint and at what stands before it"
 	}
 	if errors.Is(err, context.DeadlineExceeded) {
 		f.reason = provider.ReasonTimeout
@@ -147,6 +158,7 @@ var texts = []struct {
 	{"No space left", provider.ErrNoCapacity, provider.ReasonInsufficientCapacity},
 	{"insufficient free space", provider.ErrNoCapacity, provider.ReasonInsufficientCapacity},
 	{"out of space", provider.ErrNoCapacity, provider.ReasonInsufficientCapacity},
+	{"Permission check failed", provider.ErrDenied, provider.ReasonPermissionDenied}, // of a worker
 	{"annot allocate memory", provider.ErrNoCapacity, provider.ReasonInsufficientCapacity},
 	{"No such storage", provider.ErrPermanent, provider.ReasonStorageNotFound},
 	{"an't upload to storage type", provider.ErrPermanent, provider.ReasonStorageNotFound},
@@ -155,8 +167,12 @@ var texts = []struct {
 	{"can't clone", provider.ErrPermanent, provider.ReasonUnsupported},
 	{"protection mode enabled", provider.ErrPermanent, provider.ReasonUnsupported},
 	{"you can't start a vm if it's a template", provider.ErrPermanent, provider.ReasonUnsupported},
+	{"shrinking disks is not supported", provider.ErrPermanent, provider.ReasonUnsupported},
 	{"No QEMU guest agent configured", provider.ErrPermanent, provider.ReasonUnsupported},
 }
+
+// lockPattern finds the VMID in what a process says that has waited in vain for another one's work on that VM.
+var lockPattern = regexp.MustCompile(`can't lock file '[^']*/qemu-server/lock-([0-9]+)\.conf'`)
 
 func classifyText(f *fault, badRequest bool) {
 	m := f.message
@@ -164,9 +180,9 @@ func classifyText(f *fault, badRequest bool) {
 	case strings.Contains(m, "config file already exists"), strings.Contains(m, "File exists"), strings.Contains(m, "vmid: VM ") && strings.Contains(m, "already exists"):
 		f.collision = true
 		return
-	case strings.Contains(m, "can't lock file") && strings.Contains(m, "/qemu-server/lock-"):
-		// Another process is making or changing a VM with this VMID.
-		f.collision, f.reason = true, provider.ReasonTimeout
+	case lockPattern.MatchString(m):
+		f.lockOf, _ = strconv.Atoi(lockPattern.FindStringSubmatch(m)[1])
+		f.reason = provider.ReasonTimeout
 		return
 	case strings.Contains(m, "Configuration file '") && strings.Contains(m, "does not exist"):
 		f.absent = true
@@ -174,7 +190,7 @@ func classifyText(f *fault, badRequest bool) {
 	case strings.Contains(m, "no such task"):
 		f.lostTask = true
 		return
-	case strings.Contains(m, "checksum mismatch (file change"):
+	case strings.Contains(m, "(file change by other user?)"): // after "checksum mismatch", which older ones spell otherwise
 		f.stale = true
 		return
 	case strings.Contains(m, "storage '") && (strings.Contains(m, "does not exist") || strings.Contains(m, "is disabled") ||

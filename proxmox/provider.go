@@ -152,13 +152,14 @@ func (p *Provider) seedVolume(h handle) string { return p.config.SeedStorage + "
 // which a VM of ours lacks it once its configuration is there.
 type note struct {
 	entry, nonce, group, address string
+	vmid                         int // which a copy of the VM, made by hand or restored from a backup, does not have
 	created                      time.Time
 }
 
 const notePrefix = "egress-vm/1"
 
 func (n note) String() string {
-	s := fmt.Sprintf("%s entry=%s nonce=%s created=%s", notePrefix, n.entry, n.nonce, n.created.UTC().Format(time.RFC3339))
+	s := fmt.Sprintf("%s entry=%s vmid=%d nonce=%s created=%s", notePrefix, n.entry, n.vmid, n.nonce, n.created.UTC().Format(time.RFC3339))
 	if n.group != "" {
 		s += " group=" + hex.EncodeToString([]byte(n.group))
 	}
@@ -184,6 +185,8 @@ func parseNote(description string) (note, bool) {
 			switch k {
 			case "entry":
 				found.entry = v
+			case "vmid":
+				found.vmid, _ = strconv.Atoi(v)
 			case "nonce":
 				found.nonce = v
 			case "created":
@@ -231,15 +234,15 @@ type known struct {
 	at   time.Time
 }
 
-// identify reads mark and note out of a configuration.
-func (p *Provider) identify(c vmConfig) known {
+// identify reads mark and note out of the configuration of a VM.
+func (p *Provider) identify(vmid int, c vmConfig) known {
 	k := known{name: string(c["name"]), at: time.Now()}
 	description := string(c["description"])
 	mark, marked := provider.ParseMark(description)
 	note, noted := parseNote(description)
 	if marked && noted && c["template"] != "1" {
 		k.mark, k.note = mark, note
-		k.ours = note.entry == p.config.Name && k.name == provider.InstanceName(mark.Owner, mark.Proxy, mark.Generation)
+		k.ours = note.entry == p.config.Name && note.vmid == vmid && k.name == provider.InstanceName(mark.Owner, mark.Proxy, mark.Generation)
 	}
 	return k
 }
@@ -273,7 +276,7 @@ func (p *Provider) observe(ctx context.Context) (view, error) {
 		clusterErr = p.any(ctx, request{method: http.MethodGet, path: "/cluster/resources?type=vm"}, &cluster)
 	})
 	for i, e := range p.endpoints {
-		asking.Go(func() { errs[i] = p.get(ctx, e.node.Name, "/nodes/"+e.node.Name+"/qemu", &lists[i]) })
+		asking.Go(func() { errs[i] = p.look(ctx, e, "/nodes/"+e.node.Name+"/qemu", &lists[i]) })
 	}
 	asking.Wait()
 	if clusterErr != nil {
@@ -281,10 +284,14 @@ func (p *Provider) observe(ctx context.Context) (view, error) {
 	}
 	for i, e := range p.endpoints {
 		if errs[i] != nil {
-			if errors.Is(classify(errs[i]).kind, provider.ErrDenied) {
-				return v, errs[i]
+			f := classify(errs[i])
+			if errors.Is(f.kind, provider.ErrDenied) {
+				if !slices.Contains(errs, nil) {
+					return v, f
+				}
+				f.kind = provider.ErrUnavailable // others take the token, so it is this node that can't read it
 			}
-			v.missing[e.node.Name] = errs[i]
+			v.missing[e.node.Name] = f
 			continue
 		}
 		for _, r := range lists[i] {
@@ -337,23 +344,70 @@ func (p *Provider) rights(ctx context.Context, e *endpoint, path string) (map[st
 // configOf reads the configuration of a VM on a node. A fault with absent says that it is not there, and maybe elsewhere.
 func (p *Provider) configOf(ctx context.Context, node string, vmid int) (vmConfig, error) {
 	var c vmConfig
-	err := p.get(ctx, node, fmt.Sprintf("/nodes/%s/qemu/%d/config", node, vmid), &c)
+	err := p.lookOn(ctx, node, fmt.Sprintf("/nodes/%s/qemu/%d/config", node, vmid), &c)
+	if err == nil && c["digest"] == "" {
+		err = &fault{kind: provider.ErrUnavailable, reason: provider.ReasonUnsupported, cause: errNothing}
+	}
 	return c, err
 }
 
-// where returns the node of a VM, and "" when the whole cluster has none. VMIDs and nodes in the cluster's list are
-// those of the cluster file system, and never late.
+// where returns the node of a VM, and "" when the whole cluster has none. VMIDs and nodes in the cluster's list are those of
+// the cluster file system and never late, except on a node that has lost the others: what such a one does not know of may
+// have been made since. So nothing is gone before a node says so that is with at least half of the cluster, and with just
+// half of it only when the others can't be asked.
 func (p *Provider) where(ctx context.Context, vmid int) (string, error) {
-	var cluster []row
-	if err := p.any(ctx, request{method: http.MethodGet, path: "/cluster/resources?type=vm"}, &cluster); err != nil {
-		return "", err
-	}
-	for _, r := range cluster {
-		if int(r.VMID) == vmid {
-			return string(r.Node), nil
+	first := int(p.preferred.Load())
+	var failed error
+	half := false
+	for i := range p.endpoints {
+		at := (first + i) % len(p.endpoints)
+		node, online, all, err := p.whereBy(ctx, p.endpoints[at], vmid)
+		switch {
+		case err != nil:
+			if f := classify(err); errors.Is(f.kind, provider.ErrDenied) || ctx.Err() != nil {
+				return "", err
+			}
+			failed = or(failed, err)
+			continue
+		case node != "":
+			p.preferred.Store(int32(at))
+			return node, nil
+		case 2*online > all:
+			p.preferred.Store(int32(at))
+			return "", p.seesEverything(ctx)
+		case 2*online == all:
+			half = true
+		default:
+			failed = unavailable(provider.ReasonUnreachable, "node %s has lost the others, so it can't tell whether VM %d is gone", p.endpoints[at].node.Name, vmid)
 		}
 	}
-	return "", p.seesEverything(ctx)
+	if half {
+		return "", p.seesEverything(ctx)
+	}
+	return "", failed
+}
+
+// whereBy asks one node where a VM is and, when it knows of none, how many nodes of the cluster it sees.
+func (p *Provider) whereBy(ctx context.Context, e *endpoint, vmid int) (node string, online, all int, err error) {
+	var cluster []row
+	if err := p.look(ctx, e, "/cluster/resources?type=vm", &cluster); err != nil {
+		return "", 0, 0, err
+	}
+	for _, r := range cluster {
+		if int(r.VMID) == vmid && r.Kind == "qemu" {
+			return string(r.Node), 0, 0, nil
+		}
+	}
+	var nodes []nodeRow
+	if err := p.look(ctx, e, "/nodes", &nodes); err != nil {
+		return "", 0, 0, err
+	}
+	for _, n := range nodes {
+		if n.Status == "online" {
+			online++
+		}
+	}
+	return "", online, len(nodes), nil
 }
 
 const (
@@ -363,7 +417,11 @@ const (
 	configsAtOnce = 8
 )
 
-// owners finds out whose the VMs in our range are. Nodes that fail are added to what is missing.
+// instanceName matches the names that instances have.
+var instanceName = regexp.MustCompile(`^[a-z][a-z0-9-]*--[a-z][a-z0-9-]*--[0-9]+$`)
+
+// owners finds out whose the VMs are that are in our range, or are called like an instance: those were made when the range
+// was another one. Nodes that fail are added to what is missing.
 func (p *Provider) owners(ctx context.Context, seen *view) ([]vm, error) {
 	var mu sync.Mutex // guards found, denied and seen.missing
 	var found []vm
@@ -372,7 +430,11 @@ func (p *Provider) owners(ctx context.Context, seen *view) ([]vm, error) {
 	var asking sync.WaitGroup
 	for _, id := range slices.Sorted(maps.Keys(seen.rows)) {
 		r := seen.rows[id]
-		if id < p.config.VMIDMin || id > p.config.VMIDMax || r.live && r.Template != 0 || seen.missing[string(r.Node)] != nil {
+		inRange := id >= p.config.VMIDMin && id <= p.config.VMIDMax
+		mu.Lock()
+		skip := !inRange && !instanceName.MatchString(string(r.Name)) || r.live && r.Template != 0 || seen.missing[string(r.Node)] != nil
+		mu.Unlock()
+		if skip {
 			continue
 		}
 		p.mu.Lock()
@@ -414,31 +476,47 @@ func (p *Provider) owners(ctx context.Context, seen *view) ([]vm, error) {
 	return found, denied
 }
 
-// owner reads the configuration of a VM, and its state when only the cluster's list, which is late, has it.
+// owner reads the configuration of a VM, and its state when only the cluster's list, which is late, has it. A VM that is on
+// its way to another node is looked for there: it is not gone.
 func (p *Provider) owner(ctx context.Context, r row) (known, row, error) {
 	id := int(r.VMID)
 	c, err := p.configOf(ctx, string(r.Node), id)
+	if err != nil && classify(err).absent {
+		node, whereErr := p.where(ctx, id)
+		if whereErr != nil || node == "" {
+			return known{}, r, or(whereErr, err)
+		}
+		r.Node, r.live = text(node), false
+		if c, err = p.configOf(ctx, node, id); err != nil && classify(err).absent {
+			err = unavailable(provider.ReasonUnknown, "VM %d is moving to another node", id)
+		}
+	}
 	if err != nil {
 		return known{}, r, err
 	}
-	k := p.identify(c)
+	k := p.identify(id, c)
 	r.Name, r.Lock = c["name"], c["lock"]
 	if c.hibernated() && r.Lock == "" {
 		r.Lock = "suspended"
 	}
 	if c.lock() == "" {
-		p.mu.Lock()
-		p.known[id] = k
-		p.mu.Unlock()
+		p.remember(id, k)
 	}
 	if !r.live && k.ours {
 		var current row
-		if err := p.get(ctx, string(r.Node), fmt.Sprintf("/nodes/%s/qemu/%d/status/current", r.Node, id), &current); err != nil {
+		if err := p.lookOn(ctx, string(r.Node), fmt.Sprintf("/nodes/%s/qemu/%d/status/current", r.Node, id), &current); err != nil {
 			return k, r, err
 		}
 		r.Status = current.Status
 	}
 	return k, r, nil
+}
+
+// remember notes whose a VM is.
+func (p *Provider) remember(vmid int, k known) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.known[vmid] = k
 }
 
 // forget drops what is known of VMs that are gone, and notes since when others have been cloned.
@@ -565,12 +643,16 @@ func (p *Provider) find(ctx context.Context, id string) (vm, vmConfig, handle, e
 	if err != nil {
 		return v, nil, h, readable(err)
 	}
-	v.known = p.identify(c)
+	v.known = p.identify(h.vmid, c)
 	v.Name, v.Lock = c["name"], c["lock"]
+	same := v.note.entry == p.config.Name && v.note.nonce == h.nonce || p.attached(c, h) != ""
 	switch {
 	case v.ours && v.handle() == h:
 		return v, c, h, nil
-	case v.ours || v.mark.Owner != "" || v.known.name != "" && v.known.name != h.name:
+	case same:
+		return v, c, h, permanent(provider.ReasonUnknown,
+			"VM %d on %s was %s and has been renamed or has lost our mark by hand, so it is not touched; give it back its name and description, or destroy it", h.vmid, node, h.name)
+	case v.mark.Owner != "" || v.known.name != "" && v.known.name != h.name:
 		return v, c, h, &fault{kind: provider.ErrNotFound, reason: provider.ReasonUnknown, message: fmt.Sprintf("VM %d is another one now", h.vmid)}
 	case c.lock() == "destroyed" || v.known.name == "":
 		return v, c, h, unavailable(provider.ReasonUnknown,

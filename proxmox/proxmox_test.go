@@ -45,7 +45,7 @@ func grant(c *fakepve.Cluster, id string, version int) {
 	if version == 8 {
 		agent = "VM.Monitor"
 	}
-	c.Grant(id, "/vms", "VM.Allocate", "VM.Audit", "VM.Clone", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Disk", "VM.Config.Memory",
+	c.Grant(id, "/vms", "VM.Allocate", "VM.Audit", "VM.Clone", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit", "VM.Config.Disk", "VM.Config.Memory",
 		"VM.Config.Options", "VM.PowerMgmt", agent)
 	c.Grant(id, "/nodes", "Sys.Audit")
 	c.Grant(id, "/storage/local", "Datastore.Allocate", "Datastore.AllocateTemplate", "Datastore.Audit")
@@ -247,7 +247,7 @@ func TestAnInstanceIsMadeAsTheSpecSaysAndFoundByItsMark(t *testing.T) {
 	for _, version := range []int{8, 9} {
 		run(t, fakepve.Config{Version: version}, func(c *fakepve.Cluster, config *proxmox.Config) {
 			config.Pool, config.Tags, config.Bridge, config.VLAN = "egress", []string{"proxy", "egress"}, "vmbr1", 17
-			c.Grant(tokenID, "/pool/egress", "VM.Allocate", "VM.Audit", "VM.Config.Network", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Disk",
+			c.Grant(tokenID, "/pool/egress", "VM.Allocate", "VM.Audit", "VM.Config.Network", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit", "VM.Config.Disk",
 				"VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", map[int]string{8: "VM.Monitor", 9: "VM.GuestAgent.Audit"}[version])
 		}, func(b *bench) {
 			for _, h := range b.p.Check(b.Context()) {

@@ -85,7 +85,8 @@ type Cluster struct {
 type node struct {
 	name    string
 	mode    NodeMode
-	memUsed int // MiB, besides the VMs'
+	memUsed int         // MiB, besides the VMs'
+	alone   map[int]*vm // what it last knew of the cluster when it was cut off from the others
 }
 
 // NodeMode says how a node can be reached.

@@ -33,6 +33,8 @@ type Fault struct {
 	Reason string
 	// HTML answers with a page instead of JSON, with status 200 when Status is zero.
 	HTML bool
+	// Body answers with this instead, with status 200 when Status is zero.
+	Body string
 	// Do is called before the request is carried out. It may change the cluster.
 	Do func()
 
@@ -164,6 +166,17 @@ func (c *Cluster) SetNode(name string, mode NodeMode) {
 	}
 }
 
+// CutOff separates a node from the others: it still answers, knows of no change to the cluster since, and says that the
+// others are offline. False joins it again.
+func (c *Cluster) CutOff(name string, alone bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.nodes[name].alone = nil
+	if alone {
+		c.nodes[name].alone = maps.Clone(c.vms)
+	}
+}
+
 // SetMemoryUsed sets how much of a node's memory is used by other things than VMs, in MiB.
 func (c *Cluster) SetMemoryUsed(node string, mib int) {
 	c.mu.Lock()
@@ -226,6 +239,13 @@ func (c *Cluster) AddVM(node string, vmid int, name, pool string, config map[str
 	c.vms[vmid] = &vm{id: vmid, node: node, pool: pool, config: all}
 }
 
+// AddContainer makes a container, which takes a VMID and is no VM.
+func (c *Cluster) AddContainer(node string, vmid int, name string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.vms[vmid] = &vm{id: vmid, node: node, container: true, config: map[string]string{"hostname": name}}
+}
+
 // VM is a VM as it is.
 type VM struct {
 	ID         int
@@ -245,13 +265,13 @@ func (c *Cluster) VM(vmid int) (VM, bool) {
 	return v.export(), true
 }
 
-// VMs returns all VMs that are no templates, by VMID.
+// VMs returns all VMs that are neither templates nor containers, by VMID.
 func (c *Cluster) VMs() []VM {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var all []VM
 	for _, v := range c.vms {
-		if v.config["template"] != "1" {
+		if v.config["template"] != "1" && !v.container {
 			all = append(all, v.export())
 		}
 	}

@@ -35,7 +35,7 @@ func run(t *testing.T, config fakepve.Config, f func(b *bench)) {
 		c := fakepve.New(config)
 		c.AddToken(tokenID, secret)
 		c.Grant(tokenID, "/", "VM.Clone", "VM.Allocate", "VM.Audit", "VM.PowerMgmt", "VM.Config.Options", "VM.Config.CDROM", "VM.Config.CPU",
-			"VM.Config.Memory", "VM.Config.Disk", "VM.Config.Network", "VM.GuestAgent.Audit", "VM.Monitor", "Datastore.AllocateTemplate",
+			"VM.Config.Memory", "VM.Config.Disk", "VM.Config.Network", "VM.Config.Cloudinit", "VM.GuestAgent.Audit", "VM.Monitor", "Datastore.AllocateTemplate",
 			"Datastore.Allocate", "Datastore.AllocateSpace", "Datastore.Audit", "SDN.Use", "Sys.Audit", "Pool.Audit")
 		c.AddTemplate("pve1", 9000, "debian", fakepve.Template{})
 		roots := x509.NewCertPool()

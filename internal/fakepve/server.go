@@ -139,7 +139,7 @@ func (c *Cluster) answer(n *node, req *http.Request) response {
 	if f.Do != nil {
 		f.Do()
 	}
-	instead := f.Drop || f.Status != 0 || f.HTML
+	instead := f.Drop || f.Status != 0 || f.HTML || f.Body != ""
 	var r response
 	if !instead || f.Carry {
 		if !isAPI {
@@ -155,6 +155,8 @@ func (c *Cluster) answer(n *node, req *http.Request) response {
 		r = response{drop: true}
 	case f.HTML:
 		r = response{status: max(f.Status, 200), reason: f.Reason, kind: "text/html", body: []byte("<!DOCTYPE html><html>hello</html>")}
+	case f.Body != "":
+		r = response{status: max(f.Status, 200), reason: f.Reason, body: []byte(f.Body)}
 	case f.Status != 0:
 		r = (&failure{status: f.Status, message: f.Reason}).response()
 		if f.Status >= 595 || f.Status == 401 {
@@ -270,6 +272,9 @@ func (c *Cluster) forward(q *request, m *method) (response, bool) {
 	mode := NodeUp
 	if n != nil {
 		mode = n.mode
+		if n.alone != nil || c.nodes[q.node].alone != nil {
+			mode = NodeRefuses
+		}
 	}
 	c.mu.Unlock()
 	switch {

@@ -23,6 +23,7 @@ type vm struct {
 	running    bool
 	started    time.Time
 	ha         bool
+	container  bool // of the other kind, which has its VMID from the same numbers
 	agent      AgentMode
 	shown      shown // what /cluster/resources knew before the last change
 	changed    time.Time
@@ -55,7 +56,7 @@ func (v *vm) file() string { return fmt.Sprintf("nodes/%s/qemu-server/%d.conf", 
 func (q *request) vmLocked() (*vm, *failure) {
 	id := atoi(q.vars["vmid"])
 	v := q.c.vms[id]
-	if v == nil || v.node != q.vars["node"] {
+	if v == nil || v.node != q.vars["node"] || v.container {
 		return nil, fail("Configuration file 'nodes/%s/qemu-server/%d.conf' does not exist", q.vars["node"], id)
 	}
 	return v, nil
@@ -110,7 +111,7 @@ func (c *Cluster) memoryUsedLocked(n *node) int64 {
 
 func (c *Cluster) nodeRowLocked(q *request, n *node) map[string]any {
 	row := map[string]any{"node": n.name, "type": "node", "id": "node/" + n.name, "status": "online"}
-	if n.mode != NodeUp {
+	if n.mode != NodeUp || n.name != q.node && (n.alone != nil || c.nodes[q.node].alone != nil) {
 		row["status"] = "offline"
 		return row
 	}
@@ -145,12 +146,17 @@ func getResources(q *request) (any, *failure) {
 		}
 	}
 	if kind := q.params["type"]; kind == "" || kind == "vm" {
-		for _, id := range slices.Sorted(maps.Keys(q.c.vms)) {
-			v := q.c.vms[id]
+		vms := q.c.vms
+		if alone := q.c.nodes[q.node].alone; alone != nil {
+			vms = alone
+		}
+		for _, id := range slices.Sorted(maps.Keys(vms)) {
+			v := vms[id]
 			if !q.c.mayLocked(q.token, "/vms/"+strconv.Itoa(id), "VM.Audit") {
 				continue
 			}
-			row := map[string]any{"id": "qemu/" + strconv.Itoa(id), "type": "qemu", "vmid": id, "node": v.node}
+			kind := map[bool]string{false: "qemu", true: "lxc"}[v.container]
+			row := map[string]any{"id": kind + "/" + strconv.Itoa(id), "type": kind, "vmid": id, "node": v.node}
 			for _, k := range []string{"lock", "tags"} {
 				if v.config[k] != "" {
 					row[k] = v.config[k]
@@ -180,7 +186,7 @@ func getVMs(q *request) (any, *failure) {
 	rows := []any{}
 	for _, id := range slices.Sorted(maps.Keys(q.c.vms)) {
 		v := q.c.vms[id]
-		if v.node != q.vars["node"] || !q.c.mayLocked(q.token, "/vms/"+strconv.Itoa(id), "VM.Audit") {
+		if v.node != q.vars["node"] || v.container || !q.c.mayLocked(q.token, "/vms/"+strconv.Itoa(id), "VM.Audit") {
 			continue
 		}
 		row := map[string]any{"vmid": id, "name": cmp.Or(v.config["name"], "VM "+strconv.Itoa(id)), "status": v.status(),
@@ -432,12 +438,7 @@ var optionPrivileges = []struct {
 func (q *request) mayConfigureLocked(v *vm, key, value string) *failure {
 	path := "/vms/" + strconv.Itoa(v.id)
 	if diskKey.MatchString(key) {
-		old := v.config[key]
-		need := "VM.Config.Disk"
-		if isCDROM(value) || value == "" && isCDROM(old) {
-			need = "VM.Config.CDROM"
-		}
-		return q.needLocked(path, need)
+		return nil // see mayChangeDriveLocked
 	}
 	for _, o := range optionPrivileges {
 		if o.key.MatchString(key) {
@@ -447,11 +448,31 @@ func (q *request) mayConfigureLocked(v *vm, key, value string) *failure {
 	return nil
 }
 
+// mayChangeDriveLocked is asked by the worker, of the drive that goes and of the one that comes.
+func (q *request) mayChangeDriveLocked(v *vm, drives ...string) *failure {
+	for _, drive := range drives {
+		needs := []string{"VM.Config.Disk"}
+		switch {
+		case drive == "":
+			continue
+		case isCloudInit(drive):
+			needs = []string{"VM.Config.Cloudinit", "VM.Config.CDROM"}
+		case isCDROM(drive):
+			needs = []string{"VM.Config.CDROM"}
+		}
+		for _, n := range needs {
+			if f := q.needLocked("/vms/"+strconv.Itoa(v.id), n); f != nil {
+				return f
+			}
+		}
+	}
+	return nil
+}
+
 // configureLocked checks and returns a change of the configuration, which is to be made later.
 func (q *request) configureLocked(v *vm) (func() *failure, *failure) {
 	c := q.c
 	set, remove := map[string]string{}, []string{}
-	digest := q.params["digest"]
 	for k, value := range q.params {
 		switch k {
 		case "digest", "background_delay", "force":
@@ -504,11 +525,28 @@ func (q *request) configureLocked(v *vm) (func() *failure, *failure) {
 		if c.vms[v.id] != v {
 			return fail("Configuration file '%s' does not exist", v.file())
 		}
-		if digest != "" && digest != v.digest() {
-			return fail("checksum mismatch (file change by other user?)")
+		if f := q.fresh(v); f != nil {
+			return f
 		}
 		if f := v.checkLock(); f != nil {
 			return f
+		}
+		for _, k := range remove {
+			if diskKey.MatchString(k) {
+				if v.config["protection"] == "1" {
+					return fail("can't remove drive '%s' - protection mode enabled", k)
+				}
+				if f := q.mayChangeDriveLocked(v, v.config[k]); f != nil {
+					return f
+				}
+			}
+		}
+		for k, value := range set {
+			if diskKey.MatchString(k) {
+				if f := q.mayChangeDriveLocked(v, v.config[k], value); f != nil {
+					return f
+				}
+			}
 		}
 		v.changeLocked()
 		for _, k := range remove {
@@ -523,6 +561,17 @@ func (q *request) configureLocked(v *vm) (func() *failure, *failure) {
 		}
 		return nil
 	}, nil
+}
+
+// fresh compares the digest that a request may carry.
+func (q *request) fresh(v *vm) *failure {
+	if d := q.params["digest"]; d == "" || d == v.digest() {
+		return nil
+	}
+	if q.c.config.Version < 9 {
+		return fail("checksum missmatch (file change by other user?)") // sic
+	}
+	return fail("checksum mismatch (file change by other user?)")
 }
 
 // detachLocked frees a cloud-init drive and keeps any other disk as an unused one.
@@ -603,6 +652,12 @@ func resizeDisk(q *request) (any, *failure) {
 		return nil, fail("shrinking disks is not supported")
 	}
 	return q.c.startTaskLocked(q, v.node, "resize", q.vars["vmid"], nil, step{q.c.config.TaskTime, func(*task) string {
+		if c := q.c.vms[v.id]; c != v {
+			return fmt.Sprintf("Configuration file '%s' does not exist", v.file())
+		}
+		if f := q.fresh(v); f != nil {
+			return f.message
+		}
 		if f := v.checkLock(); f != nil {
 			return f.message
 		}
