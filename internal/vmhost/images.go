@@ -251,6 +251,10 @@ func (h *Host) fetch(ctx context.Context, name string, plan *Plan, owner string)
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
+	// It may have been published since somebody looked, by us or by others.
+	if found, err := h.findBase(ctx, name, plan); found != nil || err != nil {
+		return found, err
+	}
 	begin := time.Now()
 	data := dataName{base: name, maker: short(h.config.Maker), digest: digestTag(plan.Image), uploader: short(owner + "/" + h.config.Entry)}
 	var nonce [4]byte

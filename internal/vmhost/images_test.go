@@ -59,6 +59,20 @@ func TestManyCreatesFetchAnImageOnce(t *testing.T) {
 	})
 }
 
+func TestAnImageThatWasPublishedSinceSomebodyLookedIsNotAskedForAgain(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolLookupByName", Times: 1, Late: time.Minute})
+		made := make(chan provider.Instance)
+		go func() { made <- r.create(t, "slow", spec()) }()
+		time.Sleep(time.Second) // of fake time
+		r.create(t, "quick", spec())
+		<-made
+		if n := r.web.asked("/disk.qcow2"); n != 1 {
+			t.Errorf("the image was asked for %d times", n)
+		}
+	})
+}
+
 func TestAnImageGivenAsAURLIsKeptUnderItsOwnName(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		s := spec()

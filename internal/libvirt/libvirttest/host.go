@@ -191,6 +191,8 @@ type Fault struct {
 	Do func()
 	// Delay passes next. Defaults to 0.
 	Delay time.Duration
+	// Late passes between the carrying out of a call and its answer. Defaults to 0.
+	Late time.Duration
 	// Code and Message are libvirt's answer. Default to none, so that the call is carried out.
 	Code    golibvirt.ErrorNumber
 	Message string

@@ -214,6 +214,9 @@ func (p *peer) answer(q packet) {
 		body = encode(nil, reflect.ValueOf(result))
 	}
 	p.host.mu.Unlock()
+	if !p.wait(f.Late) {
+		return
+	}
 	switch {
 	case f.Lose:
 		p.close()
