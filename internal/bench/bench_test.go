@@ -130,6 +130,9 @@ func TestTheTableShowsMediansRatiosAndWhatWasSkipped(t *testing.T) {
 			t.Errorf("no %s in\n%s", want, out.String())
 		}
 	}
+	if bytes.Contains(out.Bytes(), []byte("BUSY")) {
+		t.Errorf("a load of 0.5 is called busy:\n%s", out.String())
+	}
 }
 
 func TestRawLinesAreInGosBenchmarkFormat(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -253,6 +254,12 @@ func (r *run) raw(w io.Writer) {
 			}
 		}
 	}
+}
+
+// busy reports whether others kept the machine busy when the run began.
+func (r *run) busy() bool {
+	v, err := strconv.ParseFloat(r.loads[0], 64)
+	return err == nil && v > float64(runtime.NumCPU())
 }
 
 // load returns the load average of the last minute.

@@ -174,7 +174,10 @@ func (r *run) table(out io.Writer) {
 	fmt.Fprintf(out, "%s, %s/%s, GOMAXPROCS %d, %s in %s, load average %s\n", runtime.Version(), runtime.GOOS, runtime.GOARCH,
 		runtime.GOMAXPROCS(0), r.began.UTC().Format(time.DateOnly), r.took.Round(time.Second), strings.Join(r.loads, " "))
 	fmt.Fprintln(out, "Medians of rounds in which the rows of a group take turns; in brackets the quartiles. A ratio is the median of each round's.")
-	fmt.Fprintln(out, "Beside requests: their latency, the processor time that the client's process takes for one, and its allocations.")
+	fmt.Fprintln(out, "Then the latency of requests, and the processor time and the allocations of one operation in the process measured.")
+	if r.busy() {
+		fmt.Fprintln(out, "THE MACHINE WAS BUSY WITH OTHER WORK when this began: times and ratios say little.")
+	}
 	for _, g := range r.groups {
 		fmt.Fprintf(out, "\n%s (%s)\n", g.title, counted(float64(g.rounds), "round"))
 		w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
@@ -204,7 +207,14 @@ func (g *group) lines(x *row) [][]string {
 	}
 	first := []string{x.what, figure}
 	if p99 := x.values("p99-ns"); len(p99) > 0 {
-		first = append(first, "p99 "+show(median(p99), "ns/op"), "processor "+show(median(x.values("cpu-ns/op")), "ns/op"))
+		first = append(first, "p99 "+show(median(p99), "ns/op"))
+	}
+	if cpu := x.values("cpu-ns/op"); g.each > 0 {
+		text := ""
+		if len(cpu) > 0 {
+			text = "processor " + show(median(cpu), "ns/op")
+		}
+		first = append(first, text)
 	}
 	if allocs := x.values("allocs/op"); len(allocs) > 0 && (g.unit == "ns/op" || g.unit == "req/s") {
 		first = append(first, counted(median(allocs), "alloc"))

@@ -7,10 +7,13 @@ export async function serve(works) {
     process.stdout.write('ready\n');
     for await (const line of createInterface({ input: process.stdin })) {
         const [name, n] = line.split(' ');
+        const before = process.cpuUsage();
         const begin = process.hrtime.bigint();
         const extra = await works[name](Number(n));
         const took = Number(process.hrtime.bigint() - begin);
-        process.stdout.write(`${JSON.stringify({ N: Number(n), NS: took, Extra: extra ?? {} })}\n`);
+        const { user, system } = process.cpuUsage(before);
+        const cpu = { 'cpu-ns/op': ((user + system) * 1000) / n };
+        process.stdout.write(`${JSON.stringify({ N: Number(n), NS: took, Extra: { ...cpu, ...extra } })}\n`);
     }
     process.exit(0);
 }
