@@ -34,7 +34,7 @@
 //	gcloud compute firewall-rules create crawler-proxies --network=default --direction=INGRESS \
 //	    --allow=tcp:3128 --source-ranges=203.0.113.7/32 --target-tags=crawler-proxy
 //
-// and set Config.Tags to that tag. Restrict the proxy itself too, by address or by password.
+// Set Config.Tags to that tag. Restrict the proxy itself too, by address or by password.
 //
 // # Configuration
 //
@@ -91,18 +91,20 @@
 //
 //	CredentialsUnavailable  no credentials, or they can't be read: see the message
 //	AuthenticationFailed    Google refused them: key deleted, account disabled, clock wrong
-//	PermissionDenied        a right above is missing, the API is off, or an organisation's constraint forbids it
-//	                        (constraints/compute.vmExternalIpAccess: use ExternalNone)
-//	QuotaExceeded           regional quota used up: raise it or add a region. With RetryAfter: too many requests;
-//	                        lower RequestsPerSecond or have other users of the project slow down
-//	InsufficientCapacity    no zone has machines: add zones or types, or turn Spot off. Or no static address is free
+//	PermissionDenied        a right above is missing, the API is off, or an organisation's constraint
+//	                        forbids it (constraints/compute.vmExternalIpAccess: use ExternalNone)
+//	QuotaExceeded           regional quota used up: raise it or add a region. With RetryAfter: too many
+//	                        requests; lower RequestsPerSecond or have other users slow down
+//	InsufficientCapacity    no zone has machines: add zones or types, or turn Spot off; or no static
+//	                        address is free
 //	ImageNotFound           Config.Image or the spec's: misspelt, deleted, or not shared with the project
 //	Unreachable             zone down, or no way to the endpoint
 //	Timeout                 no answer in time; an accepted create goes on and is found by the next list
 //	CertificateInvalid      something between here and Google breaks TLS open
 //	Unsupported             see the message; deletion protection is cleared by
 //	                        gcloud compute instances update NAME --zone=ZONE --no-deletion-protection
-//	Ready, but probes fail  firewall rule, tag, or user data; see gcloud compute instances get-serial-port-output NAME
+//	Ready, but probes fail  firewall rule, tag, or user data: see
+//	                        gcloud compute instances get-serial-port-output NAME
 //
 // # Known gaps
 //

@@ -1,22 +1,29 @@
 // Package kvm makes proxies on one libvirt host with KVM. It is a [provider.Provider], a [provider.Checker] and a
-// [provider.Warner]. For many hosts in one provider see package kvm2.
+// [provider.Warner]. For many hosts in one provider see
+// [crawl.example.com/egress/kvm2].
 //
 // # What the host needs
 //
 //   - libvirt 7.2 or newer with QEMU for x86_64: on Debian and Ubuntu the packages libvirt-daemon-system,
 //     qemu-system-x86 and ovmf. The one daemon of old, libvirtd, and the newer virtqemud are both fine.
-//   - A storage pool that is a folder, active and with autostart:
-//     virsh pool-define-as default dir --target /var/lib/libvirt/images; virsh pool-start default; virsh pool-autostart default
+//   - A storage pool that is a folder, active and with autostart, as below.
 //   - A network or a bridge that the crawler can reach. libvirt's own network "default" is NAT: its guests are reached only
 //     from the host itself. From elsewhere, use Config.Bridge, or a network with <forward mode='route'/> and a route to it.
 //   - SSH for a user who is root or in the group libvirt, unless the host is this machine. libvirt's socket is reached through
 //     sshd's forwarding of sockets (AllowStreamLocalForwarding, on by default), else by virt-ssh-helper or nc, at half the
 //     speed.
 //
+// A storage pool is made with:
+//
+//	virsh pool-define-as default dir --target /var/lib/libvirt/images
+//	virsh pool-start default
+//	virsh pool-autostart default
+//
 // # Rights
 //
 // Whoever may write to libvirt's socket is root on that host, as far as it matters. Give the crawler a key of its own, and no
-// shell if you can do without FetchOnHost. The host's key is always verified: put it into known_hosts, or pin it.
+// shell if you can do without FetchOnHost. The host's key is verified unless you ask for it not to be: put it into
+// known_hosts, or pin it.
 //
 // # Configuration
 //
@@ -69,7 +76,8 @@
 //
 //	CredentialsUnavailable  no key, no passphrase or no agent on our side
 //	AuthenticationFailed    sshd refused every key: see authorized_keys on the host
-//	CertificateInvalid      the host's key is unknown or has changed: the message has its fingerprint and says what to do
+//	CertificateInvalid      the host's key is unknown or has changed: the message has its fingerprint
+//	                        and says what to do
 //	PermissionDenied        the user may not use libvirt's socket: usermod -aG libvirt USER
 //	Unreachable             no way to the host, or libvirtd does not run: systemctl status libvirtd
 //	Timeout                 libvirtd does not answer: virsh hangs on the host too

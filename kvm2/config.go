@@ -14,7 +14,7 @@ import (
 	"crawl.example.com/egress/provider"
 )
 
-// Firmwares.
+// The values of Config.Firmware, Image.Firmware and the option "firmware".
 const (
 	FirmwareUEFI = "uefi"
 	FirmwareBIOS = "bios"

@@ -1,8 +1,8 @@
 // Package kvm2 makes proxies on a fleet of libvirt hosts, as one provider. It is a [provider.Provider], a
 // [provider.Checker] and a [provider.Warner].
 //
-// What a host needs, the rights, images, what an instance is, and what the reasons mean, is the same as with one host: see the
-// documentation of package kvm. This is what is different.
+// What a host needs, the rights, images, what an instance is, and what the reasons mean, is the same as with one host: see
+// [crawl.example.com/egress/kvm]. This is what is different.
 //
 // # Configuration
 //
@@ -19,7 +19,7 @@
 //	HostBackoff              30 s
 //	Progress, Logger         none, discards
 //
-// and for each host SSH, Labels, Weight (1), Cordoned, Drained, StoragePool (default), Network (default), Bridge,
+// Each host has besides: SSH, Labels, Weight (1), Cordoned, Drained, StoragePool (default), Network (default), Bridge,
 // MaxInstances, MaxCPUs, MaxMemoryMiB (what it has less 512) and MinFreeGiB (1).
 //
 // # Where an instance goes

@@ -1,8 +1,9 @@
 // Package provider is the contract between the pool and its backends.
 //
-// A backend implements [Provider] and, when it can tell how its hosts are, [Checker]. Package
-// provider/fake is a backend in memory, and provider/providertest is the conformance suite that every
-// backend runs in its own tests.
+// A backend implements [Provider] and, when it can tell how its hosts are, [Checker]; [Warner], [Prober] and
+// [io.Closer] are optional too. [crawl.example.com/egress/provider/fake] is a backend in memory, and
+// [crawl.example.com/egress/provider/providertest] is the conformance suite that every backend runs in its
+// own tests.
 //
 // # The bargain
 //

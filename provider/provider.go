@@ -52,8 +52,8 @@ type Provider interface {
 	Delete(ctx context.Context, id string) error
 }
 
-// Checker is implemented by a Provider that can tell how its hosts are. Without it the provider's health
-// is reported as unknown, and nothing else changes.
+// Checker is implemented by a Provider that can tell how its hosts are. Without it the pool has no health
+// to report of the provider, and nothing else changes.
 type Checker interface {
 	// Check looks at every target of the backend concurrently and returns one result for each, in a
 	// stable order, when all have answered or ctx has ended. A target that did not answer in time is

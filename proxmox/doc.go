@@ -16,9 +16,9 @@
 // An API token with privilege separation, and no password. Make a role and give it to user and token (a token has at most
 // what its user has):
 //
+//	agent=VM.GuestAgent.Audit   # on Proxmox VE 8: agent=VM.Monitor
 //	pveum role add Egress --privs "VM.Allocate VM.Audit VM.Clone VM.Config.CDROM VM.Config.CPU \
-//	    VM.Config.Cloudinit VM.Config.Disk VM.Config.Memory VM.Config.Options VM.PowerMgmt VM.GuestAgent.Audit"                   on Proxmox VE 9
-//	    … VM.Monitor" instead of VM.GuestAgent.Audit                                           on Proxmox VE 8
+//	    VM.Config.Cloudinit VM.Config.Disk VM.Config.Memory VM.Config.Options VM.PowerMgmt $agent"
 //	pveum user add egress@pve
 //	pveum user token add egress@pve crawl
 //	for who in --users=egress@pve "--tokens=egress@pve!crawl"; do pveum acl modify /vms $who --roles Egress; done
@@ -26,8 +26,9 @@
 // The least privileges, by path:
 //
 //	/vms                VM.Audit, propagated; VM.Clone at least on the templates
-//	/vms, or /pool/P    VM.Allocate, VM.Config.CDROM, .CPU, .Cloudinit, .Disk, .Memory, .Options, VM.PowerMgmt, and
-//	                    VM.GuestAgent.Audit (9) or VM.Monitor (8); VM.Config.Network with Bridge or VLAN
+//	/vms, or /pool/P    VM.Allocate, VM.Config.CDROM, .CPU, .Cloudinit, .Disk, .Memory, .Options,
+//	                    VM.PowerMgmt, and VM.GuestAgent.Audit (9) or VM.Monitor (8);
+//	                    VM.Config.Network with Bridge or VLAN
 //	/storage/SEEDS      Datastore.AllocateTemplate to upload, Datastore.Allocate to delete, Datastore.Audit
 //	/storage/DISKS      Datastore.AllocateSpace: where the template's disks are, or DiskStorage
 //	/sdn/zones/…        SDN.Use on the bridges of the template, or on Bridge
@@ -87,9 +88,11 @@
 // # When something is wrong
 //
 //	CredentialsUnavailable  Config.Secret failed, or gave something that is no secret
-//	AuthenticationFailed    wrong TokenID or secret, or the token has expired. Proxmox holds the answer back for 3 s
+//	AuthenticationFailed    wrong TokenID or secret, or the token has expired; Proxmox holds the answer
+//	                        back for 3 s
 //	PermissionDenied        the message names privilege and path
-//	CertificateInvalid      another authority or fingerprint than configured; renewed certificates have a new fingerprint
+//	CertificateInvalid      another authority or fingerprint than configured; a renewed certificate has a
+//	                        new fingerprint
 //	Unreachable             node or pveproxy down, no quorum (pvecm status), or another node can't reach it (595)
 //	Timeout                 the node hangs, often on a storage that is gone: pvesm status on the node
 //	StorageNotFound         missing, disabled, inactive, or without the content type iso
@@ -98,8 +101,8 @@
 //	QuotaExceeded           the range of VMIDs is used up
 //	Unsupported             see the message: protection, hibernation, a linked clone where the storage can't
 //	"has the lock clone"    the worker that cloned it was killed; only root can: qm unlock VMID && qm destroy VMID
-//	Ready, but no address   the message of the instance says what the agent says; "agent: 1" is set by us, the agent itself is
-//	                        the guest's
+//	Ready, but no address   the instance's message says what the agent says; "agent: 1" is set by us, the
+//	                        agent itself is the guest's
 //
 // # Known gaps
 //
