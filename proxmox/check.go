@@ -179,18 +179,76 @@ func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) e
 		if !have["VM.Clone"] {
 			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied, message: fmt.Sprintf("the token lacks VM.Clone on /vms/%d, the template of image %q", id, image)}
 		}
-		if source != node || p.config.DiskStorage != "" {
+		if source != node {
 			continue
 		}
 		c, err := p.configOf(ctx, node, id)
 		if err != nil {
 			return err
 		}
+		if err := p.checkBridges(ctx, e, id, c); err != nil {
+			return err
+		}
+		if p.config.DiskStorage != "" {
+			continue
+		}
 		if err := p.checkDisks(ctx, e, id, c); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// checkBridges makes sure that clones may use the template's bridges, and net0 the configured one. What is no plain bridge is in
+// some other zone than localnetwork, so any zone will do here.
+func (p *Provider) checkBridges(ctx context.Context, e *endpoint, id int, c vmConfig) error {
+	nets := []string{p.network(string(c["net0"]))}
+	for _, key := range slices.Sorted(maps.Keys(c)) {
+		if strings.HasPrefix(key, "net") {
+			nets = append(nets, string(c[key]))
+		}
+	}
+	for _, net := range nets {
+		bridge, tag := option(net, "bridge"), option(net, "tag")
+		if bridge == "" {
+			continue
+		}
+		path := "/" + bridge
+		if tag != "" {
+			path += "/" + tag
+		}
+		have, err := p.rights(ctx, e, "/sdn/zones/localnetwork"+path)
+		if err != nil {
+			return err
+		}
+		if have["SDN.Use"] {
+			continue
+		}
+		var tree map[string]map[string]number
+		if err := p.send(ctx, e, request{method: http.MethodGet, path: "/access/permissions"}, &tree); err != nil {
+			return err
+		}
+		elsewhere := false
+		for zone, privileges := range tree {
+			_, use := privileges["SDN.Use"]
+			elsewhere = elsewhere || use && strings.HasPrefix(zone, "/sdn/zones/") && !strings.HasPrefix(zone, "/sdn/zones/localnetwork")
+		}
+		if !elsewhere {
+			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied,
+				message: fmt.Sprintf("the token lacks SDN.Use on /sdn/zones/localnetwork%s, the bridge of template %d", path, id)}
+		}
+	}
+	return nil
+}
+
+// option returns the value of a part of an option, "" when there is none.
+func option(text, key string) string {
+	for part := range strings.SplitSeq(text, ",") {
+		if v, ok := strings.CutPrefix(part, key+"="); ok {
+			return v
+		}
+	}
+	return ""
 }
 
 // checkDisks makes sure that the clone of a template may be stored where the template is.

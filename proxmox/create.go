@@ -86,6 +86,9 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 		}
 	}
 	for _, r := range seen.rows {
+		if r.live && string(r.Name) == req.Name && seen.missing[string(r.Node)] != nil {
+			return provider.Instance{}, unavailable(provider.ReasonUnreachable, "VM %d on %s has the name, and whose it is can't be read: %v", int(r.VMID), r.Node, seen.missing[string(r.Node)])
+		}
 		if r.live && string(r.Name) == req.Name && !slices.ContainsFunc(vms, func(v vm) bool { return v.VMID == r.VMID && v.ours }) {
 			return provider.Instance{}, permanent(provider.ReasonUnsupported, "VM %d on %s has the name and is not ours; rename or remove it", int(r.VMID), r.Node)
 		}
@@ -525,7 +528,7 @@ func (p *Provider) seedSize(ctx context.Context, node string, h handle) (int, er
 	var volume struct {
 		Size number `json:"size"`
 	}
-	err := p.get(ctx, node, fmt.Sprintf("/nodes/%s/storage/%s/content/%s", node, p.config.SeedStorage, p.seedVolume(h)), &volume)
+	err := p.lookOn(ctx, node, fmt.Sprintf("/nodes/%s/storage/%s/content/%s", node, p.config.SeedStorage, p.seedVolume(h)), &volume)
 	if f := classifyNil(err); err != nil && strings.Contains(f.message, "volume_size_info on") {
 		return -1, nil
 	}
@@ -736,10 +739,50 @@ type nodeRow struct {
 	Used   number `json:"mem"`
 }
 
+// online counts the nodes that are.
+func online(nodes []nodeRow) int {
+	n := 0
+	for _, r := range nodes {
+		if r.Status == "online" {
+			n++
+		}
+	}
+	return n
+}
+
+// nodes returns the cluster's nodes as one of them sees them that is with most of the others, if there is such a one.
+func (p *Provider) nodes(ctx context.Context) ([]nodeRow, error) {
+	first := int(p.preferred.Load())
+	var best []nodeRow
+	var failed error
+	for i := range p.endpoints {
+		at := (first + i) % len(p.endpoints)
+		var rows []nodeRow
+		if err := p.look(ctx, p.endpoints[at], "/nodes", &rows); err != nil {
+			if ctx.Err() != nil {
+				return nil, err
+			}
+			failed = or(failed, err)
+			continue
+		}
+		if 2*online(rows) > len(rows) {
+			p.preferred.Store(int32(at))
+			return rows, nil
+		}
+		if best == nil || online(rows) > online(best) {
+			best = rows
+		}
+	}
+	if best == nil {
+		return nil, failed
+	}
+	return best, nil
+}
+
 // candidates returns the nodes that can take the instance if they have room, and why the others can't.
 func (p *Provider) candidates(ctx context.Context, s *plan, seen *view, vms []vm, req provider.CreateRequest) ([]candidate, []refusal, error) {
-	var rows []nodeRow
-	if err := p.any(ctx, request{method: http.MethodGet, path: "/nodes"}, &rows); err != nil {
+	rows, err := p.nodes(ctx)
+	if err != nil {
 		return nil, nil, err
 	}
 	var all []candidate

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	mathrand "math/rand/v2"
 	"net/http"
 	"regexp"
 	"slices"
@@ -361,7 +362,7 @@ func (p *Provider) where(ctx context.Context, vmid int) (string, error) {
 	half := false
 	for i := range p.endpoints {
 		at := (first + i) % len(p.endpoints)
-		node, online, all, err := p.whereBy(ctx, p.endpoints[at], vmid)
+		node, up, all, err := p.whereBy(ctx, p.endpoints[at], vmid)
 		switch {
 		case err != nil:
 			if f := classify(err); errors.Is(f.kind, provider.ErrDenied) || ctx.Err() != nil {
@@ -372,10 +373,10 @@ func (p *Provider) where(ctx context.Context, vmid int) (string, error) {
 		case node != "":
 			p.preferred.Store(int32(at))
 			return node, nil
-		case 2*online > all:
+		case 2*up > all:
 			p.preferred.Store(int32(at))
 			return "", p.seesEverything(ctx)
-		case 2*online == all:
+		case 2*up == all:
 			half = true
 		default:
 			failed = unavailable(provider.ReasonUnreachable, "node %s has lost the others, so it can't tell whether VM %d is gone", p.endpoints[at].node.Name, vmid)
@@ -388,7 +389,7 @@ func (p *Provider) where(ctx context.Context, vmid int) (string, error) {
 }
 
 // whereBy asks one node where a VM is and, when it knows of none, how many nodes of the cluster it sees.
-func (p *Provider) whereBy(ctx context.Context, e *endpoint, vmid int) (node string, online, all int, err error) {
+func (p *Provider) whereBy(ctx context.Context, e *endpoint, vmid int) (node string, up, all int, err error) {
 	var cluster []row
 	if err := p.look(ctx, e, "/cluster/resources?type=vm", &cluster); err != nil {
 		return "", 0, 0, err
@@ -402,16 +403,11 @@ func (p *Provider) whereBy(ctx context.Context, e *endpoint, vmid int) (node str
 	if err := p.look(ctx, e, "/nodes", &nodes); err != nil {
 		return "", 0, 0, err
 	}
-	for _, n := range nodes {
-		if n.Status == "online" {
-			online++
-		}
-	}
-	return "", online, len(nodes), nil
+	return "", online(nodes), len(nodes), nil
 }
 
 const (
-	// knownFor is how long the owner of a VM is believed to stay the same, as long as its name does.
+	// knownFor is the longest that the owner of a VM is believed to stay the same, as long as its name does.
 	knownFor = 5 * time.Minute
 	// configsAtOnce bounds the configurations that one list reads at once.
 	configsAtOnce = 8
@@ -512,8 +508,9 @@ func (p *Provider) owner(ctx context.Context, r row) (known, row, error) {
 	return k, r, nil
 }
 
-// remember notes whose a VM is.
+// remember notes whose a VM is. Not all are forgotten at once, so that no list has to read them all again.
 func (p *Provider) remember(vmid int, k known) {
+	k.at = k.at.Add(-mathrand.N(knownFor / 2))
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.known[vmid] = k

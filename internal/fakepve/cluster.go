@@ -56,6 +56,7 @@ type Cluster struct {
 	config  Config
 	ca      []byte
 	certs   map[string]tls.Certificate
+	tls     map[string]*tls.Config // by node; one for all connections, so that sessions are resumed
 	ctx     context.Context
 	stop    context.CancelFunc
 	running sync.WaitGroup
@@ -126,14 +127,16 @@ func New(config Config) *Cluster {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	c := &Cluster{
-		config: config, ctx: ctx, stop: stop, certs: map[string]tls.Certificate{}, conns: map[net.Conn]bool{},
+		config: config, ctx: ctx, stop: stop, tls: map[string]*tls.Config{}, conns: map[net.Conn]bool{},
 		nodes: map[string]*node{}, vms: map[int]*vm{}, storages: map[string]*Storage{}, volumes: map[string]*volume{},
 		tokens: map[string]*token{}, pools: map[string]bool{"egress": true}, tasks: map[string]*task{},
 		clones: map[string]int{}, maxClones: map[string]int{},
 	}
-	c.makeCertificates()
+	made := certificatesFor(config.Nodes)
+	c.ca, c.certs = made.ca, made.leaves
 	for _, n := range config.Nodes {
 		c.nodes[n] = &node{name: n}
+		c.tls[n] = &tls.Config{Certificates: []tls.Certificate{c.certs[n]}, MinVersion: tls.VersionTLS12, CurvePreferences: []tls.CurveID{tls.X25519}}
 	}
 	for _, s := range []Storage{
 		{ID: "local", Type: "dir", Content: []string{"iso", "vztmpl"}, Size: 100 << 30},
@@ -209,7 +212,31 @@ func (c *Cluster) Dial(ctx context.Context, _, address string) (net.Conn, error)
 	return client, nil
 }
 
-func (c *Cluster) makeCertificates() {
+// certificates are those of a cluster. Making them takes longer than many a test, so clusters whose nodes have the same names
+// share them.
+type certificates struct {
+	ca     []byte
+	leaves map[string]tls.Certificate // by node
+}
+
+var (
+	certificatesMu   sync.Mutex // guards certificatesMade
+	certificatesMade = map[string]certificates{}
+)
+
+func certificatesFor(nodes []string) certificates {
+	certificatesMu.Lock()
+	defer certificatesMu.Unlock()
+	key := strings.Join(nodes, " ")
+	made, ok := certificatesMade[key]
+	if !ok {
+		made = makeCertificates(nodes)
+		certificatesMade[key] = made
+	}
+	return made
+}
+
+func makeCertificates(nodes []string) certificates {
 	// Around any clock, that of a synctest bubble included.
 	from, until := time.Date(1990, 1, 1, 0, 0, 0, 0, time.UTC), time.Date(2100, 1, 1, 0, 0, 0, 0, time.UTC)
 	must := func(err error) {
@@ -225,8 +252,8 @@ func (c *Cluster) makeCertificates() {
 	}
 	der, err := x509.CreateCertificate(rand.Reader, caTemplate, caTemplate, &caKey.PublicKey, caKey)
 	must(err)
-	c.ca = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
-	for i, n := range c.config.Nodes {
+	made := certificates{ca: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), leaves: map[string]tls.Certificate{}}
+	for i, n := range nodes {
 		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 		must(err)
 		leaf := &x509.Certificate{
@@ -235,8 +262,9 @@ func (c *Cluster) makeCertificates() {
 		}
 		der, err := x509.CreateCertificate(rand.Reader, leaf, caTemplate, &key.PublicKey, caKey)
 		must(err)
-		c.certs[n] = tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
+		made.leaves[n] = tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 	}
+	return made
 }
 
 // sleep waits for d. It reports false when the cluster is closed.

@@ -78,7 +78,7 @@ func (c *Cluster) serve(n *node, raw *memconn.Conn) {
 		delete(c.conns, raw)
 		c.mu.Unlock()
 	}()
-	conn := tls.Server(raw, &tls.Config{Certificates: []tls.Certificate{c.certs[n.name]}, MinVersion: tls.VersionTLS12})
+	conn := tls.Server(raw, c.tls[n.name])
 	reader := bufio.NewReader(conn)
 	for i := range requestsPerConnection {
 		_ = conn.SetReadDeadline(time.Now().Add(c.config.IdleTimeout))
