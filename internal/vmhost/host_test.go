@@ -312,6 +312,35 @@ func TestAnInstanceBeingMadeIsPendingAndOneBeingDeletedIsDeleting(t *testing.T) 
 	})
 }
 
+func TestADeleteWaitsForTheCreateOfItsName(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "first", spec())
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainCreateWithFlags", Times: 1, Delay: time.Minute})
+		made := make(chan provider.Instance, 1)
+		go func() { made <- r.create(t, "a", spec()) }()
+		time.Sleep(time.Second)
+		all, err := r.List(t.Context(), "own")
+		i := slices.IndexFunc(all, func(x provider.Instance) bool { return x.Name == "own--a--1" })
+		if err != nil || i < 0 {
+			t.Fatalf("listed %+v, %v", all, err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		if err := r.Delete(ctx, all[i].ID); !errors.Is(err, provider.ErrUnavailable) || provider.ReasonOf(err) != provider.ReasonTimeout {
+			t.Errorf("a delete that can't wait: %v", err)
+		}
+		if err := r.Delete(t.Context(), all[i].ID); err != nil {
+			t.Error(err)
+		}
+		if x := <-made; x.ID != all[i].ID {
+			t.Errorf("made %+v, listed %+v", x, all[i])
+		}
+		if left := r.left(); len(left) != 4 { // the first with its three files
+			t.Errorf("left %q", left)
+		}
+	})
+}
+
 func TestCallsThatHangEndWithTheirContextAndKeepNobodyElseWaiting(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		x := r.create(t, "a", spec())

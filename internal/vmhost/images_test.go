@@ -423,6 +423,23 @@ func TestBasesAreEvictedUnlessTheyAreUsedOrKept(t *testing.T) {
 	})
 }
 
+func TestABaseIsNotEvictedUnderACreateThatHasFoundIt(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "first", spec())
+		if err := r.Delete(t.Context(), x.ID); err != nil {
+			t.Fatal(err)
+		}
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainDefineXMLFlags", Times: 1, Delay: time.Minute})
+		made := make(chan provider.Instance)
+		go func() { made <- r.create(t, "a", spec()) }()
+		time.Sleep(time.Second) // of fake time
+		if gone, err := r.Evict(t.Context(), func(string) bool { return false }); err != nil || len(gone) > 0 {
+			t.Errorf("evicted %q, %v", gone, err)
+		}
+		<-made
+	})
+}
+
 func TestADiskIsNeverSmallerThanItsImage(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		big := qcow2(5<<30, 4096)

@@ -220,6 +220,13 @@ func (h *Host) Inject(f Fault) (mend func()) {
 	}
 }
 
+// Mend removes every fault.
+func (h *Host) Mend() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.faults = nil
+}
+
 // faultOf counts a call and returns what is to happen to it.
 func (h *Host) faultOf(name string) Fault {
 	h.mu.Lock()
