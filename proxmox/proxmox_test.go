@@ -31,7 +31,7 @@ const (
 
 // bench is a cluster of three nodes with a template on each, a token with the least privileges, and a provider for it.
 type bench struct {
-	*testing.T
+	testing.TB
 	*fakepve.Cluster
 	p      *proxmox.Provider
 	config proxmox.Config
@@ -53,7 +53,7 @@ func grant(c *fakepve.Cluster, id string, version int) {
 	c.Grant(id, "/sdn/zones/localnetwork", "SDN.Use")
 }
 
-func open(t *testing.T, fake fakepve.Config, change func(c *fakepve.Cluster, config *proxmox.Config)) *bench {
+func open(t testing.TB, fake fakepve.Config, change func(c *fakepve.Cluster, config *proxmox.Config)) *bench {
 	t.Helper()
 	c := fakepve.New(fake)
 	c.AddToken(tokenID, secret)
@@ -61,7 +61,7 @@ func open(t *testing.T, fake fakepve.Config, change func(c *fakepve.Cluster, con
 	for i := range 3 {
 		c.AddTemplate(fmt.Sprintf("pve%d", i+1), 9000+i, "debian", fakepve.Template{})
 	}
-	b := &bench{T: t, Cluster: c, logs: &bytes.Buffer{}, before: c.Volumes()}
+	b := &bench{TB: t, Cluster: c, logs: &bytes.Buffer{}, before: c.Volumes()}
 	b.config = proxmox.Config{
 		Name: "home", TokenID: tokenID, CA: c.CA(), DialContext: c.Dial, Templates: map[string]proxmox.Template{"debian-13": {Name: "debian"}},
 		Secret: func(context.Context) ([]byte, error) { return []byte(secret + "\n"), nil },

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -240,6 +241,42 @@ func TestAVMThatIsExchangedDuringADeleteIsNotTouched(t *testing.T) {
 					b.untouched(vmidOf(x))
 				}
 			})
+		}
+	}
+}
+
+// TestAVMOfTheSameNameWithAnotherNumberIsNotTouched has our VM become another one, of the same name and mark, at each read of
+// its configuration.
+func TestAVMOfTheSameNameWithAnotherNumberIsNotTouched(t *testing.T) {
+	for _, deleting := range []bool{false, true} {
+		exchanged := 0
+		for n := range 9 {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
+				var x provider.Instance
+				if deleting {
+					x = b.create("a")
+				}
+				vmid, before := 0, 0
+				b.Fault(fakepve.Fault{Method: "GET", Path: "/nodes/*/qemu/5*/config", Skip: n, Times: 1, Do: func() {
+					v := b.VMs()[0]
+					vmid, before = v.ID, len(b.Requests())
+					b.Edit(vmid, "description", regexp.MustCompile("nonce=[0-9a-f]+").ReplaceAllString(v.Config["description"], "nonce=00000000"))
+					exchanged++
+				}})
+				if deleting {
+					_ = b.p.Delete(b.Context(), x.ID)
+				} else {
+					_, _ = b.p.Create(b.Context(), request("a", 1, spec()))
+				}
+				for _, r := range b.Requests()[before:] {
+					if vmid != 0 && r.Method != http.MethodGet && strings.Contains(r.Path, fmt.Sprintf("/qemu/%d", vmid)) {
+						b.Errorf("at read %d, deleting %t: %+v was sent to it", n, deleting, r)
+					}
+				}
+			})
+		}
+		if exchanged < 3 {
+			t.Errorf("%d reads, deleting %t: nothing was tested", exchanged, deleting)
 		}
 	}
 }
@@ -598,6 +635,20 @@ func TestAListOfAThousandInstancesTakesFiveRequests(t *testing.T) {
 			b.Errorf("after three minutes a list took %d requests", n)
 		}
 	})
+}
+
+// BenchmarkListThousand is a list of a thousand instances that are known already.
+func BenchmarkListThousand(b *testing.B) {
+	c := open(b, fakepve.Config{CloneTime: 9 * time.Millisecond, TaskTime: time.Millisecond}, silent)
+	defer c.Close()
+	defer c.p.Close()
+	thousand(c)
+	c.list()
+	before := len(c.Requests())
+	for b.Loop() {
+		c.list()
+	}
+	b.ReportMetric(float64(len(c.Requests())-before)/float64(b.N), "requests/op")
 }
 
 func TestReadsAreNeverSentAsAnythingElse(t *testing.T) {
