@@ -43,8 +43,8 @@ func startDemo(o *options) (*demo, error) {
 	c := fakepve.New(fakepve.Config{CloneTime: time.Second, TaskTime: 200 * time.Millisecond, BootTime: time.Second})
 	d.cluster = c
 	c.AddToken(token, secret)
-	c.Grant(token, "/vms", "VM.Allocate", "VM.Audit", "VM.Clone", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Disk", "VM.Config.Memory",
-		"VM.Config.Options", "VM.PowerMgmt", "VM.GuestAgent.Audit")
+	c.Grant(token, "/vms", "VM.Allocate", "VM.Audit", "VM.Clone", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit",
+		"VM.Config.Disk", "VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", "VM.GuestAgent.Audit")
 	c.Grant(token, "/nodes", "Sys.Audit")
 	c.Grant(token, "/storage/local", "Datastore.Allocate", "Datastore.AllocateTemplate", "Datastore.Audit")
 	c.Grant(token, "/storage/local-lvm", "Datastore.AllocateSpace")
