@@ -8,6 +8,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -279,6 +280,64 @@ func TestAVMOfTheSameNameWithAnotherNumberIsNotTouched(t *testing.T) {
 			t.Errorf("%d reads, deleting %t: nothing was tested", exchanged, deleting)
 		}
 	}
+}
+
+func TestASeedThatIsNotWholeIsSentAgainAndNeverBootedFrom(t *testing.T) {
+	short := fakepve.Fault{Method: "GET", Path: "/nodes/*/storage/local/content/*/*", Body: `{"data":{"size":5,"used":5,"format":"raw","path":"/x"}}`}
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		short := short
+		short.Times = 1
+		b.Fault(short)
+		b.create("a")
+		if n := b.Count("POST", "/nodes/*/storage/*/upload"); n != 2 {
+			b.Errorf("%d uploads", n)
+		}
+	})
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		b.Fault(short)
+		_, err := b.try("a")
+		if err == nil || errors.Is(err, provider.ErrPermanent) || b.Count("POST", "/nodes/*/qemu/*/status/start") != 0 {
+			b.Errorf("%v", err)
+		}
+	})
+}
+
+func TestADeleteWaitsForUploadsThatAreUnderWayAndForNoLaterOnes(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		// A create is killed while its upload is put into its place.
+		b.TaskFault(fakepve.TaskFault{Type: "imgcopy", Times: 1, Delay: 40 * time.Second})
+		ctx, kill := context.WithCancel(b.Context())
+		time.AfterFunc(10*time.Second, kill)
+		s := spec()
+		s.Placement.Host = "pve1"
+		if _, err := b.p.Create(ctx, request("a", 1, s)); err == nil {
+			b.Fatal("made")
+		}
+		// Others go on uploading to the node, and never is there a moment without one.
+		b.TaskFault(fakepve.TaskFault{Type: "imgcopy", Delay: 50 * time.Second})
+		var others sync.WaitGroup
+		for i := range 8 {
+			others.Go(func() {
+				time.Sleep(time.Duration(i) * 20 * time.Second)
+				_, _ = b.p.Create(b.Context(), request(fmt.Sprintf("o%d", i), 1, s))
+			})
+		}
+		time.Sleep(5 * time.Second)
+		begin := time.Now()
+		for _, x := range b.list() {
+			if x.Mark.Proxy != "a" {
+				continue
+			}
+			if err := b.p.Delete(b.Context(), x.ID); err != nil {
+				b.Errorf("after %s: %v", time.Since(begin), err)
+			}
+		}
+		others.Wait()
+		for _, x := range b.list() {
+			b.remove(b.p, x.ID)
+		}
+		b.nothingLeft()
+	})
 }
 
 func TestAVMThatWasRenamedIsNeitherGoneNorTouched(t *testing.T) {
