@@ -47,15 +47,15 @@ type Config struct {
 	// would fight over the instances. A lower-case DNS label; with a proxy's name at most
 	// [provider.MaxNames] characters. Required.
 	Name string
-	// Providers are the backends, found by their Name. The pool closes those that are an io.Closer when it is
-	// closed; see [provider.Shared]. Defaults to none, which leaves external proxies.
+	// Providers are the backends, found by their Name. The pool closes those that are an io.Closer when
+	// it is closed; see [provider.Shared]. Defaults to none, which leaves external proxies.
 	Providers []provider.Provider
 	// Secrets resolves the references in proxies. Required when a proxy has a reference.
 	Secrets Secrets
-	// HashKey keys the stored hash of a spec that was made from secrets, so that nobody who can read the
-	// backend can confirm a guess at them. Changing it replaces those instances. Defaults to a key that is
-	// derived slowly (PBKDF2, 100,000 rounds) from the secret documents themselves and Name, which makes each
-	// guess dear, but not impossible for a document that is guessable as a whole.
+	// HashKey keys the stored hash of a spec that was made from secrets, so that nobody who can read
+	// the backend can confirm a guess at them. Changing it replaces those instances. Defaults to a key
+	// that is derived slowly (PBKDF2, 100,000 rounds) from the secret documents themselves and Name,
+	// which makes each guess dear, but not impossible for a document that is guessable as a whole.
 	HashKey []byte
 	// Logger gets one line for each thing that an operator may want to know. Defaults to discarding.
 	Logger *slog.Logger
@@ -70,54 +70,55 @@ type Config struct {
 	// away before the new ones are made. It does so only where there is no room for a surge. Surge and
 	// MaxUnavailable must not both be 0. Defaults to DefaultMaxUnavailable.
 	MaxUnavailable *int
-	// MaxParallel is how many instances of each provider may be on their way from create to ready. Defaults
-	// to DefaultMaxParallel.
+	// MaxParallel is how many instances of each provider may be on their way from create to ready.
+	// Defaults to DefaultMaxParallel.
 	MaxParallel int
-	// DrainDeadline is how long leases on an instance that goes may be held until they are revoked. Defaults
-	// to DefaultDrainDeadline.
+	// DrainDeadline is how long leases on an instance that goes may be held until they are revoked.
+	// Defaults to DefaultDrainDeadline.
 	DrainDeadline time.Duration
-	// BootTimeout is how long an instance may take from create to its first good probe before it is deleted
-	// and made anew. Defaults to DefaultBootTimeout.
+	// BootTimeout is how long an instance may take from create to its first good probe before it is
+	// deleted and made anew. Defaults to DefaultBootTimeout.
 	BootTimeout time.Duration
-	// UnhealthyGrace is how long the probes of a proxy may fail before its instance is replaced. Defaults to
-	// DefaultUnhealthyGrace.
+	// UnhealthyGrace is how long the probes of a proxy may fail before its instance is replaced.
+	// Defaults to DefaultUnhealthyGrace.
 	UnhealthyGrace time.Duration
 	// StoppedGrace is how long an instance may be seen switched off before it is replaced. Defaults to
 	// DefaultStoppedGrace.
 	StoppedGrace time.Duration
-	// LostGrace is how long a host may be out of reach before what was on it, and does not work, is replaced
-	// elsewhere. Defaults to DefaultLostGrace.
+	// LostGrace is how long a host may be out of reach before what was on it, and does not work, is
+	// replaced elsewhere. Defaults to DefaultLostGrace.
 	LostGrace time.Duration
-	// OrphanGrace is how long an instance of this pool's that no proxy wants is left alone after it was first
-	// seen. Instances of proxies that Apply removed need no grace. Defaults to DefaultOrphanGrace.
+	// OrphanGrace is how long an instance of this pool's that no proxy wants is left alone after it was
+	// first seen. Instances of proxies that Apply removed need no grace. Defaults to
+	// DefaultOrphanGrace.
 	OrphanGrace time.Duration
-	// SuspectDelay is how long nothing unhealthy is replaced after most proxies began to fail at once; after
-	// it one is replaced at a time. Defaults to DefaultSuspectDelay.
+	// SuspectDelay is how long nothing unhealthy is replaced after most proxies began to fail at once;
+	// after it one is replaced at a time. Defaults to DefaultSuspectDelay.
 	SuspectDelay time.Duration
 	// ListInterval is the time between two lists of one provider. Defaults to DefaultListInterval.
 	ListInterval time.Duration
 	// ListTimeout bounds a list. Defaults to DefaultListTimeout.
 	ListTimeout time.Duration
-	// CreateTimeout bounds a create, which may have to bring an image to a host, and a delete, which may have to
-	// wait for a guest. Defaults to DefaultCreateTimeout.
+	// CreateTimeout bounds a create, which may have to bring an image to a host, and a delete, which
+	// may have to wait for a guest. Defaults to DefaultCreateTimeout.
 	CreateTimeout time.Duration
 	// CallTimeout bounds any other call to a provider. Defaults to DefaultCallTimeout.
 	CallTimeout time.Duration
-	// BackoffMin and BackoffMax bound the wait after failures, which doubles with each and is drawn at random
-	// from its whole length. Default to DefaultBackoffMin and DefaultBackoffMax.
+	// BackoffMin and BackoffMax bound the wait after failures, which doubles with each and is drawn at
+	// random from its whole length. Default to DefaultBackoffMin and DefaultBackoffMax.
 	BackoffMin, BackoffMax time.Duration
 	// SecretInterval is the time between two readings of the secrets. Defaults to DefaultSecretInterval.
 	SecretInterval time.Duration
-	// CheckInterval is the time between two rounds of provider checks: 0 turns them off, else at least 10 s.
-	// Defaults to DefaultCheckInterval.
+	// CheckInterval is the time between two rounds of provider checks: 0 turns them off, else at least
+	// 10 s. Defaults to DefaultCheckInterval.
 	CheckInterval *time.Duration
-	// CheckTimeout bounds a round; not above CheckInterval. Defaults to 15 s or CheckInterval, whichever is
-	// shorter.
+	// CheckTimeout bounds a round; not above CheckInterval. Defaults to 15 s or CheckInterval,
+	// whichever is shorter.
 	CheckTimeout time.Duration
 	// ProbeParallel is how many probes may be under way at once. Defaults to DefaultProbeParallel.
 	ProbeParallel int
-	// DestroyOnClose makes Close delete all instances. Defaults to false: they live on and are adopted by the
-	// next pool of this name.
+	// DestroyOnClose makes Close delete all instances. Defaults to false: they live on and are adopted
+	// by the next pool of this name.
 	DestroyOnClose bool
 }
 

@@ -80,9 +80,9 @@ func (e *NoMatchError) Is(target error) bool { return target == ErrNoMatch }
 type RevokedError struct {
 	// Proxy and Instance say what the lease was on.
 	Proxy, Instance string
-	// Reason says why: "ttl", "drain deadline", "gone", "closed", or "address or credentials changed". A lease that was
-	// granted in the moment that its instance was given up has the reason for that, such as "removed", "replaced",
-	// "unhealthy", "stopped", "failed" or "drift".
+	// Reason says why: "ttl", "drain deadline", "gone", "closed", or "address or credentials changed".
+	// A lease that was granted in the moment that its instance was given up has the reason for that,
+	// such as "removed", "replaced", "unhealthy", "stopped", "failed" or "drift".
 	Reason string
 	// Err is ErrClosed when the pool was closed, else nil.
 	Err error

@@ -105,7 +105,8 @@ type ProviderReport struct {
 	// Listed is when its newest good list ended, and ListError why the one after that failed.
 	Listed    time.Time `json:"listed,omitzero"`
 	ListError string    `json:"list_error,omitempty"`
-	// Denied is true while it refuses creates for want of a right, Full while it has no room for another instance.
+	// Denied is true while it refuses creates for want of a right, Full while it has no room for
+	// another instance.
 	Denied bool `json:"denied"`
 	Full   bool `json:"full"`
 	// Targets are the results of its checks; see [TargetStatus].

@@ -50,9 +50,11 @@ type ProxyStatus struct {
 	Address string
 	// Host is where the provider runs it.
 	Host string
-	// SpecHash is the hash of the spec that is wanted; empty for an external proxy and while a secret is missing.
+	// SpecHash is the hash of the spec that is wanted; empty for an external proxy and while a secret
+	// is missing.
 	SpecHash string
-	// Leases are held now, of MaxLeases at most. Granted and Failures count since the instance was first fit.
+	// Leases are held now, of MaxLeases at most. Granted and Failures count since the instance was
+	// first fit.
 	Leases, MaxLeases int
 	Granted, Failures uint64
 	// Cooling lists the targets that the proxy is banned for, and until when.
@@ -69,8 +71,8 @@ type ProbeResult struct {
 	Time time.Time
 	// OK is whether the proxy did its work.
 	OK bool
-	// Reason is OK, Refused, Unreachable, Timeout, ProxyAuth, TLS, DNSAtProxy, ProxyError, WrongStatus, WrongBody,
-	// Interrupted or Unknown.
+	// Reason is OK, Refused, Unreachable, Timeout, ProxyAuth, TLS, DNSAtProxy, ProxyError, WrongStatus,
+	// WrongBody, Interrupted or Unknown.
 	Reason string
 	// Message says it in a sentence.
 	Message string
@@ -84,8 +86,8 @@ type Stats struct {
 	Proxies, Ready, Instances int
 	// Leases are held and callers are Waiting now.
 	Leases, Waiting int
-	// Granted counts leases, Waited those granted after waiting, Exhausted requests that ended without one,
-	// Revoked leases taken back, Leaked leases dropped without Release.
+	// Granted counts leases, Waited those granted after waiting, Exhausted requests that ended without
+	// one, Revoked leases taken back, Leaked leases dropped without Release.
 	Granted, Waited, Exhausted, Revoked, Leaked uint64
 	// WaitTotal and WaitMax are the time spent waiting for leases that were granted.
 	WaitTotal, WaitMax time.Duration

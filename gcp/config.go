@@ -34,27 +34,27 @@ type Config struct {
 	Name string
 	// Project is the project's id, as in "my-crawler-123". Required.
 	Project string
-	// Zones are where instances may be made, most wanted first. A zone without capacity or quota is passed over
-	// in favour of the next. Required.
+	// Zones are where instances may be made, most wanted first. A zone without capacity or quota is
+	// passed over in favour of the next. Required.
 	Zones []string
-	// DrainZones are listed and deleted from but get no new instances. Keep a zone that was in Zones here until
-	// its instances are gone, else nobody sees them any more. Defaults to none.
+	// DrainZones are listed and deleted from but get no new instances. Keep a zone that was in Zones
+	// here until its instances are gone, else nobody sees them any more. Defaults to none.
 	DrainZones []string
-	// Spread starts each instance at a zone picked by its name instead of the first one, and falls back from there.
-	// Defaults to false, except for specs with Placement.Group, which always spread.
+	// Spread starts each instance at a zone picked by its name instead of the first one, and falls back
+	// from there. Defaults to false, except for specs with Placement.Group, which always spread.
 	Spread bool
 
 	// Image is the boot image of specs that name none: projects/PROJECT/global/images/NAME,
-	// projects/PROJECT/global/images/family/FAMILY, or the same from "global/" on for the own project. Defaults to
-	// DefaultImage.
+	// projects/PROJECT/global/images/family/FAMILY, or the same from "global/" on for the own project.
+	// Defaults to DefaultImage.
 	Image string
 	// MachineType is the type of specs that ask for no size, as in "e2-small". Defaults to "e2-micro".
 	MachineType string
 	// DiskType is the boot disk's type. Defaults to "pd-balanced".
 	DiskType string
 
-	// Network is the VPC network: a name, or projects/PROJECT/global/networks/NAME. Defaults to "default", unless
-	// Subnetwork is set.
+	// Network is the VPC network: a name, or projects/PROJECT/global/networks/NAME. Defaults to
+	// "default", unless Subnetwork is set.
 	Network string
 	// Subnetwork is a name, looked up in the region of each zone, or
 	// projects/PROJECT/regions/REGION/subnetworks/NAME. Defaults to the network's own choice.
@@ -66,44 +66,47 @@ type Config struct {
 	// StaticAddresses are reserved external IPv4 addresses, in any of the zones' regions. Required with
 	// ExternalStatic, else it must be empty.
 	StaticAddresses []netip.Addr
-	// IPv6 adds an external IPv6 address; the subnetwork must be dual-stack with external IPv6. The proxy is then
-	// still reached by IPv4. Defaults to false.
+	// IPv6 adds an external IPv6 address; the subnetwork must be dual-stack with external IPv6. The
+	// proxy is then still reached by IPv4. Defaults to false.
 	IPv6 bool
 	// NetworkTier is "PREMIUM" or "STANDARD". Defaults to the project's default.
 	NetworkTier string
 
 	// Spot makes instances of Google's surplus, which may be taken away at any time. Defaults to false.
 	Spot bool
-	// SpotTermination is what becomes of a Spot instance that is taken away: "DELETE" or "STOP". Defaults to
-	// "DELETE", which leaves no disk to pay for.
+	// SpotTermination is what becomes of a Spot instance that is taken away: "DELETE" or "STOP".
+	// Defaults to "DELETE", which leaves no disk to pay for.
 	SpotTermination string
-	// DeletionProtection makes instances that nobody can delete before an operator clears the protection by hand,
-	// this package included. Defaults to false.
+	// DeletionProtection makes instances that nobody can delete before an operator clears the
+	// protection by hand, this package included. Defaults to false.
 	DeletionProtection bool
-	// Labels are put on every instance besides our own. Keys starting with "egress-" are ours. Defaults to none.
+	// Labels are put on every instance besides our own. Keys starting with "egress-" are ours. Defaults
+	// to none.
 	Labels map[string]string
-	// BootstrapCloudInit installs cloud-init with apt in the first boot of an image that lacks it, as Google's own
-	// Debian images do, and boots again. Defaults to false.
+	// BootstrapCloudInit installs cloud-init with apt in the first boot of an image that lacks it, as
+	// Google's own Debian images do, and boots again. Defaults to false.
 	BootstrapCloudInit bool
 
 	// CredentialsFile is a credentials JSON file. Defaults to Application Default Credentials. Excludes
 	// Credentials.
 	CredentialsFile string
-	// Credentials returns credentials JSON. It is called at the first use and again after Google refused the last
-	// ones, never concurrently, with the context of the call that needs them. Defaults to CredentialsFile.
+	// Credentials returns credentials JSON. It is called at the first use and again after Google
+	// refused the last ones, never concurrently, with the context of the call that needs them. Defaults
+	// to CredentialsFile.
 	Credentials func(ctx context.Context) ([]byte, error)
 	// Endpoint is the base URL of the Compute API. Defaults to Google's own.
 	Endpoint string
-	// WithoutAuthentication sends no credentials. Only an Endpoint that is not Google's takes that. Defaults to
-	// false.
+	// WithoutAuthentication sends no credentials. Only an Endpoint that is not Google's takes that.
+	// Defaults to false.
 	WithoutAuthentication bool
-	// RequestsPerSecond bounds the requests of this provider, as an average. Defaults to 10, below half of the
-	// 1,500 a minute that Google grants a project for most groups of requests.
+	// RequestsPerSecond bounds the requests of this provider, as an average. Defaults to 10, below half
+	// of the 1,500 a minute that Google grants a project for most groups of requests.
 	RequestsPerSecond float64
 	// OperationTimeout bounds the wait for a create to be decided. Defaults to 5 minutes.
 	OperationTimeout time.Duration
 
-	// Logger gets one debug record for each request and a warning for each one that failed. Defaults to discarding.
+	// Logger gets one debug record for each request and a warning for each one that failed. Defaults to
+	// discarding.
 	Logger *slog.Logger
 }
 

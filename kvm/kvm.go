@@ -36,8 +36,8 @@ type Config struct {
 	Host string
 	// Labels are what Placement.Labels are compared with. Defaults to none.
 	Labels map[string]string
-	// URI is qemu+ssh://user@host[:port]/system, or qemu:///system for this machine, perhaps with ?socket=PATH.
-	// Required.
+	// URI is qemu+ssh://user@host[:port]/system, or qemu:///system for this machine, perhaps with
+	// ?socket=PATH. Required.
 	URI string
 	// SSH is how to log in. Defaults to the user's known hosts and SSH agent.
 	SSH SSH
@@ -48,39 +48,42 @@ type Config struct {
 	Network string
 	// Bridge is a bridge of the host, instead of Network. Defaults to none.
 	Bridge string
-	// Images are the images by the names that specs use: lower-case letters, digits, '.', '_' and '-'. A spec may also give a
-	// URL. Defaults to none.
+	// Images are the images by the names that specs use: lower-case letters, digits, '.', '_' and '-'.
+	// A spec may also give a URL. Defaults to none.
 	Images map[string]Image
 	// Firmware is FirmwareUEFI or FirmwareBIOS, for images that don't say. Defaults to FirmwareUEFI.
 	Firmware string
-	// AllowEmulation runs instances without KVM where that does not work, many times slower. Defaults to false.
+	// AllowEmulation runs instances without KVM where that does not work, many times slower. Defaults
+	// to false.
 	AllowEmulation bool
 	// Autostart starts instances when the host boots. Defaults to false: the pool replaces what is off.
 	Autostart bool
 	// IPv6 has instances reached by IPv6 instead of IPv4. Defaults to false.
 	IPv6 bool
-	// ShutdownGrace is how long a deleted instance has to shut down, up to 10 m. Defaults to 0, which is not at all:
-	// nothing of an instance is kept.
+	// ShutdownGrace is how long a deleted instance has to shut down, up to 10 m. Defaults to 0, which
+	// is not at all: nothing of an instance is kept.
 	ShutdownGrace time.Duration
 
 	// MaxInstances bounds the instances of egress on the host, of all owners. Defaults to 0, no bound.
 	MaxInstances int
-	// MaxMemoryMiB bounds the memory of all virtual machines on the host, in MiB. Defaults to what the host has less 512.
+	// MaxMemoryMiB bounds the memory of all virtual machines on the host, in MiB. Defaults to what the
+	// host has less 512.
 	MaxMemoryMiB int
 	// MaxCPUs bounds their virtual processors. Defaults to 0, no bound.
 	MaxCPUs int
 	// MinFreeGiB is what must stay free in the storage pool, in GiB. Negative is nothing. Defaults to 1.
 	MinFreeGiB int
 
-	// FetchOnHost has the host itself fetch images, with curl over SSH, which needs the right to write into the storage
-	// pool's folder. Images with Compression are streamed all the same. Defaults to false: they are streamed through this
-	// process.
+	// FetchOnHost has the host itself fetch images, with curl over SSH, which needs the right to write
+	// into the storage pool's folder. Images with Compression are streamed all the same. Defaults to
+	// false: they are streamed through this process.
 	FetchOnHost bool
-	// HTTPClient fetches images. It should neither decompress nor bound the time of a request. Defaults to one of its
-	// own, which takes proxies from the environment and gives up on a server that is silent for a minute.
+	// HTTPClient fetches images. It should neither decompress nor bound the time of a request. Defaults
+	// to one of its own, which takes proxies from the environment and gives up on a server that is
+	// silent for a minute.
 	HTTPClient *http.Client
-	// Progress is told how far an image is, about once a second and at the end. It is called from one goroutine at a
-	// time for each image and must return soon. Defaults to none.
+	// Progress is told how far an image is, about once a second and at the end. It is called from one
+	// goroutine at a time for each image and must return soon. Defaults to none.
 	Progress func(Progress)
 	// Logger gets what an operator wants to know. Defaults to discarding.
 	Logger *slog.Logger
@@ -88,11 +91,11 @@ type Config struct {
 
 // SSH says how to log in to the host.
 type SSH struct {
-	// KnownHosts are files in OpenSSH's format. Defaults to those of /etc/ssh/ssh_known_hosts and ~/.ssh/known_hosts
-	// that exist.
+	// KnownHosts are files in OpenSSH's format. Defaults to those of /etc/ssh/ssh_known_hosts and
+	// ~/.ssh/known_hosts that exist.
 	KnownHosts []string
-	// PinnedKeys are the host's keys, as lines of an authorized_keys file or as fingerprints (SHA256:…), instead of
-	// KnownHosts. Jump hosts are looked up in KnownHosts. Defaults to none.
+	// PinnedKeys are the host's keys, as lines of an authorized_keys file or as fingerprints
+	// (SHA256:…), instead of KnownHosts. Jump hosts are looked up in KnownHosts. Defaults to none.
 	PinnedKeys []string
 	// InsecureIgnoreHostKey accepts any key, and thus anybody who stands between. Defaults to false.
 	InsecureIgnoreHostKey bool
@@ -102,10 +105,11 @@ type SSH struct {
 	Passphrase func(ctx context.Context, file string) ([]byte, error)
 	// Agent is the path of an SSH agent's socket. Defaults to $SSH_AUTH_SOCK when there are no KeyFiles.
 	Agent string
-	// Jumps are the hosts on the way, as [user@]host[:port]; the user is the URI's when there is none. Defaults to none.
+	// Jumps are the hosts on the way, as [user@]host[:port]; the user is the URI's when there is none.
+	// Defaults to none.
 	Jumps []string
-	// KeepaliveInterval is how long the host may be silent before it is asked for a sign of life; after three of
-	// them it is given up. Defaults to 15 s.
+	// KeepaliveInterval is how long the host may be silent before it is asked for a sign of life; after
+	// three of them it is given up. Defaults to 15 s.
 	KeepaliveInterval time.Duration
 }
 

@@ -32,45 +32,47 @@ const (
 
 // Config is a fleet of libvirt hosts used as one provider.
 type Config struct {
-	// Name is the entry name that a proxy's Provider field refers to. It is part of file names on the hosts: lower-case
-	// letters and digits, a letter first, at most 20. Required.
+	// Name is the entry name that a proxy's Provider field refers to. It is part of file names on the
+	// hosts: lower-case letters and digits, a letter first, at most 20. Required.
 	Name string
 	// Hosts are the hosts. They can be changed later, see [Provider.SetHosts]. Required.
 	Hosts []Host
 	// SSH is how to log in to hosts that don't say. Defaults to the user's known hosts and SSH agent.
 	SSH SSH
 
-	// Images are the images by the names that specs use, the same for all hosts: lower-case letters, digits, '.', '_' and
-	// '-'. A spec may also give a URL. Defaults to none.
+	// Images are the images by the names that specs use, the same for all hosts: lower-case letters,
+	// digits, '.', '_' and '-'. A spec may also give a URL. Defaults to none.
 	Images map[string]Image
 	// Firmware is FirmwareUEFI or FirmwareBIOS, for images that don't say. Defaults to FirmwareUEFI.
 	Firmware string
-	// AllowEmulation runs instances without KVM where that does not work, many times slower. Defaults to false.
+	// AllowEmulation runs instances without KVM where that does not work, many times slower. Defaults
+	// to false.
 	AllowEmulation bool
 	// Autostart starts instances when their host boots. Defaults to false: the pool replaces what is off.
 	Autostart bool
 	// IPv6 has instances reached by IPv6 instead of IPv4. Defaults to false.
 	IPv6 bool
-	// ShutdownGrace is how long a deleted instance has to shut down, up to 10 m. Defaults to 0, not at all.
+	// ShutdownGrace is how long a deleted instance has to shut down, up to 10 m. Defaults to 0, not at
+	// all.
 	ShutdownGrace time.Duration
 
 	// MaxUploads is how many images are brought to hosts at a time. Defaults to 2.
 	MaxUploads int
-	// FetchOnHost has the hosts themselves fetch images, with curl over SSH, which needs the right to write into the storage
-	// pool's folder. Images with Compression are streamed all the same. Defaults to false: they are streamed through this
-	// process, once for each host.
+	// FetchOnHost has the hosts themselves fetch images, with curl over SSH, which needs the right to
+	// write into the storage pool's folder. Images with Compression are streamed all the same. Defaults
+	// to false: they are streamed through this process, once for each host.
 	FetchOnHost bool
-	// HTTPClient fetches images. It should neither decompress nor bound the time of a request. Defaults to one of its
-	// own.
+	// HTTPClient fetches images. It should neither decompress nor bound the time of a request. Defaults
+	// to one of its own.
 	HTTPClient *http.Client
-	// Progress is told how far an image is, about once a second and at the end. It may be called for several hosts at
-	// once and must return soon. Defaults to none.
+	// Progress is told how far an image is, about once a second and at the end. It may be called for
+	// several hosts at once and must return soon. Defaults to none.
 	Progress func(Progress)
-	// ListTimeout is how long a host may take for a list, and for a look at who has a name, before it is taken for
-	// absent this time. Defaults to 5 s.
+	// ListTimeout is how long a host may take for a list, and for a look at who has a name, before it
+	// is taken for absent this time. Defaults to 5 s.
 	ListTimeout time.Duration
-	// HostBackoff is how long a host on which a create has failed comes after all others, doubled with each further
-	// failure up to 16 times that. Defaults to 30 s.
+	// HostBackoff is how long a host on which a create has failed comes after all others, doubled with
+	// each further failure up to 16 times that. Defaults to 30 s.
 	HostBackoff time.Duration
 	// Logger gets what an operator wants to know. Defaults to discarding.
 	Logger *slog.Logger
@@ -78,17 +80,19 @@ type Config struct {
 
 // Host is one libvirt host.
 type Host struct {
-	// Name is the host's name in check results and for Placement.Host. It is part of instance ids and must not be given to
-	// another machine while instances are left on this one: lower-case letters, digits, '.' and '-'. Required.
+	// Name is the host's name in check results and for Placement.Host. It is part of instance ids and
+	// must not be given to another machine while instances are left on this one: lower-case letters,
+	// digits, '.' and '-'. Required.
 	Name string
-	// URI is qemu+ssh://user@host[:port]/system, or qemu:///system for this machine, perhaps with ?socket=PATH.
-	// Required.
+	// URI is qemu+ssh://user@host[:port]/system, or qemu:///system for this machine, perhaps with
+	// ?socket=PATH. Required.
 	URI string
 	// SSH is how to log in. Defaults to Config.SSH.
 	SSH *SSH
 	// Labels are what Placement.Labels are compared with. Defaults to none.
 	Labels map[string]string
-	// Weight is how much the host is preferred to others, as a factor to the room that it has. Defaults to 1.
+	// Weight is how much the host is preferred to others, as a factor to the room that it has. Defaults
+	// to 1.
 	Weight float64
 	// Cordoned hosts get nothing new. Defaults to false.
 	Cordoned bool
@@ -103,7 +107,8 @@ type Host struct {
 	Bridge string
 	// MaxInstances bounds the instances of egress on the host, of all owners. Defaults to 0, no bound.
 	MaxInstances int
-	// MaxMemoryMiB bounds the memory of all virtual machines on the host, in MiB. Defaults to what the host has less 512.
+	// MaxMemoryMiB bounds the memory of all virtual machines on the host, in MiB. Defaults to what the
+	// host has less 512.
 	MaxMemoryMiB int
 	// MaxCPUs bounds their virtual processors. Defaults to 0, no bound.
 	MaxCPUs int
@@ -113,11 +118,11 @@ type Host struct {
 
 // SSH says how to log in to a host.
 type SSH struct {
-	// KnownHosts are files in OpenSSH's format. Defaults to those of /etc/ssh/ssh_known_hosts and ~/.ssh/known_hosts
-	// that exist.
+	// KnownHosts are files in OpenSSH's format. Defaults to those of /etc/ssh/ssh_known_hosts and
+	// ~/.ssh/known_hosts that exist.
 	KnownHosts []string
-	// PinnedKeys are the host's keys, as lines of an authorized_keys file or as fingerprints (SHA256:…), instead of
-	// KnownHosts. Jump hosts are looked up in KnownHosts. Defaults to none.
+	// PinnedKeys are the host's keys, as lines of an authorized_keys file or as fingerprints
+	// (SHA256:…), instead of KnownHosts. Jump hosts are looked up in KnownHosts. Defaults to none.
 	PinnedKeys []string
 	// InsecureIgnoreHostKey accepts any key, and thus anybody who stands between. Defaults to false.
 	InsecureIgnoreHostKey bool
@@ -127,10 +132,11 @@ type SSH struct {
 	Passphrase func(ctx context.Context, file string) ([]byte, error)
 	// Agent is the path of an SSH agent's socket. Defaults to $SSH_AUTH_SOCK when there are no KeyFiles.
 	Agent string
-	// Jumps are the hosts on the way, as [user@]host[:port]; the user is the URI's when there is none. Defaults to none.
+	// Jumps are the hosts on the way, as [user@]host[:port]; the user is the URI's when there is none.
+	// Defaults to none.
 	Jumps []string
-	// KeepaliveInterval is how long the host may be silent before it is asked for a sign of life; after three of
-	// them it is given up. Defaults to 15 s.
+	// KeepaliveInterval is how long the host may be silent before it is asked for a sign of life; after
+	// three of them it is given up. Defaults to 15 s.
 	KeepaliveInterval time.Duration
 }
 

@@ -47,8 +47,8 @@ type Provider interface {
 	// Delete asks for the removal of one instance and all that belongs to it. A nil error means that
 	// the request was accepted; the instance counts as gone when Get or Delete says [ErrNotFound] or a
 	// complete List no longer has it. Delete is repeated until then. An id that was never there is
-	// ErrNotFound. An instance without a mark is refused with [ErrPermanent]; the pool passes ids only that
-	// a List of its own owner gave.
+	// ErrNotFound. An instance without a mark is refused with [ErrPermanent]; the pool passes ids only
+	// that a List of its own owner gave.
 	Delete(ctx context.Context, id string) error
 }
 
@@ -121,8 +121,8 @@ type Instance struct {
 	Host string
 	// Created is when the backend made the instance. Zero when it does not know.
 	Created time.Time
-	// Evacuate asks the pool to replace the instance in the way a changed spec has it replaced, because its host is
-	// to be emptied. The replacement must not be put there again.
+	// Evacuate asks the pool to replace the instance in the way a changed spec has it replaced, because
+	// its host is to be emptied. The replacement must not be put there again.
 	Evacuate bool
 	// Message says in a sentence what an operator would like to know: why this host, why it failed.
 	Message string

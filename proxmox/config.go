@@ -23,32 +23,32 @@ import (
 type Config struct {
 	// Name is the entry name that a proxy's Provider field refers to. Required.
 	Name string
-	// Nodes are the nodes that may carry instances. What happens to be on other nodes of the cluster is still found
-	// and deleted. Required.
+	// Nodes are the nodes that may carry instances. What happens to be on other nodes of the cluster is
+	// still found and deleted. Required.
 	Nodes []Node
 	// TokenID is an API token's id, as in "egress@pve!crawl". Required.
 	TokenID string
-	// Secret returns the token's secret. It is called at the first use and again after Proxmox refused the last
-	// one, never concurrently, with the context of the call that needs it. Required.
+	// Secret returns the token's secret. It is called at the first use and again after Proxmox refused
+	// the last one, never concurrently, with the context of the call that needs it. Required.
 	Secret func(ctx context.Context) ([]byte, error)
-	// CA holds the certificates, in PEM, that the nodes' certificates must be signed by: the cluster's own is in
-	// /etc/pve/pve-root-ca.pem. Defaults to CAFile's, else to the system's.
+	// CA holds the certificates, in PEM, that the nodes' certificates must be signed by: the cluster's
+	// own is in /etc/pve/pve-root-ca.pem. Defaults to CAFile's, else to the system's.
 	CA []byte
 	// CAFile is a file with CA's content. It is read by New. Defaults to none.
 	CAFile string
 
 	// Templates are what a spec's Image may name. Required.
 	Templates map[string]Template
-	// FullClone copies the template's disks instead of linking to them. A linked clone is made in seconds and keeps
-	// its template from being deleted. Defaults to false.
+	// FullClone copies the template's disks instead of linking to them. A linked clone is made in
+	// seconds and keeps its template from being deleted. Defaults to false.
 	FullClone bool
 	// DiskStorage is the storage for the disks of full clones. Defaults to the template's.
 	DiskStorage string
-	// SeedStorage is the storage for the cloud-init seeds. It must have the content type iso on every node. Defaults
-	// to "local".
+	// SeedStorage is the storage for the cloud-init seeds. It must have the content type iso on every
+	// node. Defaults to "local".
 	SeedStorage string
-	// VMIDMin and VMIDMax bound the VMIDs of instances, both included. Give the range to nobody else. Default to
-	// 50000 and 59999.
+	// VMIDMin and VMIDMax bound the VMIDs of instances, both included. Give the range to nobody else.
+	// Default to 50000 and 59999.
 	VMIDMin, VMIDMax int
 	// Pool is the resource pool that instances are put into. Defaults to none.
 	Pool string
@@ -61,19 +61,19 @@ type Config struct {
 
 	// ClonesPerNode bounds the clones that run at once on a node. Defaults to 2.
 	ClonesPerNode int
-	// RequestTimeout bounds one request. Defaults to 35 seconds, since Proxmox itself gives up on another node after
-	// 30.
+	// RequestTimeout bounds one request. Defaults to 35 seconds, since Proxmox itself gives up on
+	// another node after 30.
 	RequestTimeout time.Duration
 	// TaskTimeout bounds the wait for a task that is no clone. Defaults to 2 minutes.
 	TaskTimeout time.Duration
-	// CloneTimeout bounds the wait for a clone. A clone whose lock is still there after that is taken for dead.
-	// Defaults to 10 minutes.
+	// CloneTimeout bounds the wait for a clone. A clone whose lock is still there after that is taken
+	// for dead. Defaults to 10 minutes.
 	CloneTimeout time.Duration
 	// DialContext makes connections to the endpoints. Defaults to a net.Dialer's.
 	DialContext func(ctx context.Context, network, address string) (net.Conn, error)
 
-	// Logger gets one debug record for each request and a warning for what an operator should look at. Defaults to
-	// discarding.
+	// Logger gets one debug record for each request and a warning for what an operator should look at.
+	// Defaults to discarding.
 	Logger *slog.Logger
 }
 
@@ -83,21 +83,21 @@ type Node struct {
 	Name string
 	// Endpoint is the URL of the API on this very node, as in "https://192.0.2.10:8006". Required.
 	Endpoint string
-	// Fingerprint is the SHA-256 of the node's certificate in hexadecimal, with or without colons. It replaces the
-	// verification by CA. Defaults to none.
+	// Fingerprint is the SHA-256 of the node's certificate in hexadecimal, with or without colons. It
+	// replaces the verification by CA. Defaults to none.
 	Fingerprint string
 	// Labels are matched by a spec's Placement.Labels. Defaults to none.
 	Labels map[string]string
-	// Drain lets no new instances onto the node and asks the pool to replace those that are there. Defaults to
-	// false.
+	// Drain lets no new instances onto the node and asks the pool to replace those that are there.
+	// Defaults to false.
 	Drain bool
 }
 
 // Template says which template an image is cloned from. Exactly one of Name and VMID is needed, unless every node is in
 // Nodes.
 type Template struct {
-	// Name is the template's name. On each node the template of that name is used, else one on another node, which
-	// takes shared storage. Defaults to none.
+	// Name is the template's name. On each node the template of that name is used, else one on another
+	// node, which takes shared storage. Defaults to none.
 	Name string
 	// VMID is the template's VMID. Defaults to none.
 	VMID int

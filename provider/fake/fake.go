@@ -4,6 +4,20 @@
 // instance's state is worked out from the time, so that a Provider works in a testing/synctest bubble, where the pool
 // asks it instead of probing over a network. Leases are granted there as ever; requests need a network. With
 // Config.Serve every instance is a real forward proxy on a loopback port instead, for use outside of bubbles.
+//
+// A test of a crawler, in which an hour takes no time:
+//
+//	synctest.Test(t, func(t *testing.T) {
+//		home := fake.New(fake.Config{BootTime: time.Minute})
+//		pool, err := egress.New(egress.Config{
+//			Name: "test", Providers: []provider.Provider{home}, DestroyOnClose: true,
+//		})
+//		… // Apply, Start, WaitReady
+//		home.Kill(home.Instances()[0].ID)
+//		time.Sleep(time.Hour)
+//		… // the proxy has been replaced
+//		pool.Close(t.Context())
+//	})
 package fake
 
 import (
@@ -44,19 +58,21 @@ type Config struct {
 	Hosts []string
 	// CreateTime is how long Create takes. Defaults to 0.
 	CreateTime time.Duration
-	// BootTime is the time from the end of Create until the instance has an address and answers. Defaults to 0.
+	// BootTime is the time from the end of Create until the instance has an address and answers.
+	// Defaults to 0.
 	BootTime time.Duration
 	// DeleteTime is the time from an accepted Delete until the instance is gone. Defaults to 0.
 	DeleteTime time.Duration
 	// ListLag is how far List is behind; Get is not. Defaults to 0.
 	ListLag time.Duration
-	// Capacity is how many instances there may be, those on their way out included. Defaults to 0, no limit.
+	// Capacity is how many instances there may be, those on their way out included. Defaults to 0, no
+	// limit.
 	Capacity int
-	// Addresses are given out in turn, again and again, to instances of a provider that does not Serve. Defaults to
-	// addresses in 10.0.0.0/8, each used once.
+	// Addresses are given out in turn, again and again, to instances of a provider that does not Serve.
+	// Defaults to addresses in 10.0.0.0/8, each used once.
 	Addresses []string
-	// Serve makes every instance a real forward proxy on a loopback port. Close must be called then. Defaults to
-	// false.
+	// Serve makes every instance a real forward proxy on a loopback port. Close must be called then.
+	// Defaults to false.
 	Serve bool
 	// Username and Password are what the served proxies want. Defaults to none.
 	Username, Password string

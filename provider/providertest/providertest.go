@@ -28,10 +28,11 @@ type Config struct {
 	Patience time.Duration
 	// Parallel is how many instances the suite makes at once. Defaults to 8.
 	Parallel int
-	// Live says that skipped cases are failures when EGRESS_REQUIRE_LIVE=1 is set: the backend is the real thing
-	// and every hook is expected. Defaults to false.
+	// Live says that skipped cases are failures when EGRESS_REQUIRE_LIVE=1 is set: the backend is the
+	// real thing and every hook is expected. Defaults to false.
 	Live bool
-	// Skip are the names of cases that can't be shown, with the reason, which is printed. Defaults to none.
+	// Skip are the names of cases that can't be shown, with the reason, which is printed. Defaults to
+	// none.
 	Skip map[string]string
 }
 
@@ -43,29 +44,31 @@ type Harness struct {
 	Owner string
 	// Spec is a valid spec; it should make the smallest instance that exists. Required.
 	Spec provider.Spec
-	// Invalid is a spec that Validate refuses for another reason than its options. Defaults to none, which skips a
-	// case.
+	// Invalid is a spec that Validate refuses for another reason than its options. Defaults to none,
+	// which skips a case.
 	Invalid *provider.Spec
-	// AddForeign makes something without a mark under the given name, as if an operator had made it by hand, and
-	// returns its id. Defaults to none, which skips cases.
+	// AddForeign makes something without a mark under the given name, as if an operator had made it by
+	// hand, and returns its id. Defaults to none, which skips cases.
 	AddForeign func(t *testing.T, name string) (id string)
-	// Exists reports whether id is really there, without asking Provider. Defaults to none, which skips cases.
+	// Exists reports whether id is really there, without asking Provider. Defaults to none, which skips
+	// cases.
 	Exists func(t *testing.T, id string) bool
-	// LoseAnswer makes the next create succeed and its answer get lost. Defaults to none, which skips a case.
-	LoseAnswer func(t *testing.T)
-	// LeaveHalf makes the next create stop half way and leave something behind. Defaults to none, which skips a
+	// LoseAnswer makes the next create succeed and its answer get lost. Defaults to none, which skips a
 	// case.
+	LoseAnswer func(t *testing.T)
+	// LeaveHalf makes the next create stop half way and leave something behind. Defaults to none, which
+	// skips a case.
 	LeaveHalf func(t *testing.T)
-	// Break makes the backend unreachable, or, with a host, one host of it; the returned function mends it. Hosts
-	// are those that Check names. Defaults to none, which skips cases.
+	// Break makes the backend unreachable, or, with a host, one host of it; the returned function mends
+	// it. Hosts are those that Check names. Defaults to none, which skips cases.
 	Break func(t *testing.T, host string) (mend func())
 	// NoBoot says that what Create makes never runs, so that no address is waited for. Defaults to false.
 	NoBoot bool
-	// Deny makes the backend refuse the credentials until the returned function is called. Defaults to none, which
-	// skips a case.
+	// Deny makes the backend refuse the credentials until the returned function is called. Defaults to
+	// none, which skips a case.
 	Deny func(t *testing.T) (allow func())
-	// Fill leaves no room for another instance until the returned function is called. Defaults to none, which skips
-	// a case.
+	// Fill leaves no room for another instance until the returned function is called. Defaults to none,
+	// which skips a case.
 	Fill func(t *testing.T) (empty func())
 }
 
@@ -78,7 +81,8 @@ type Case struct {
 	run         func(*suite)
 }
 
-// Run runs every case as a subtest.
+// Run runs every case as a subtest, one after the other, each with a backend of its own from config.New. A case that the
+// harness can't show is skipped and says what is missing; one that fails prints the requirement. It deletes what it made.
 func Run(t *testing.T, config Config) {
 	for _, c := range Cases() {
 		t.Run(c.Name, func(t *testing.T) {
