@@ -184,6 +184,14 @@ func TestAGroupRunsWithoutThePeersThatAreNotThere(t *testing.T) {
 	}
 }
 
+func TestAGroupWhoseTurnsTakeTooLongHasFewerRounds(t *testing.T) {
+	g := &group{unit: "ns/op", rounds: 1000, each: 1, rows: []*row{{name: "A/by=colly", subject: "colly", n: 1}}}
+	g.run(t.Context(), &machine{})
+	if n := len(g.rows[0].turns); n != g.rounds || n < fewRounds || n == 1000 {
+		t.Errorf("got %d turns and %d rounds", n, g.rounds)
+	}
+}
+
 func TestWhatThereIsNoTimeForIsSkipped(t *testing.T) {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), 0, errSkipped("no time left"))
 	defer cancel()
