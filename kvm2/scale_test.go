@@ -240,8 +240,8 @@ func addBase(h *libvirttest.Host) {
 }
 
 func TestHostsThatHangOrAreDeadAreNamedAndCreatesGoOnElsewhere(t *testing.T) {
-	const hanging, dead, count = 3, 7, 36
-	inBubble(t, 20, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
+	const hanging, dead, count = 3, 7, 16
+	inBubble(t, 10, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
 		createAll(t, p, "first", len(hosts), 8)
 		mend := hosts[hanging].Inject(libvirttest.Fault{Hang: true})
 		hosts[dead].SetDown(true)
