@@ -56,6 +56,13 @@ func (p *Provider) checkNode(ctx context.Context, e *endpoint) error {
 	if major < 8 {
 		return permanent(provider.ReasonUnsupported, "Proxmox VE %q on %s, want 8 or newer", version.Version, node)
 	}
+	var nodes []nodeRow
+	if err := get("/nodes", &nodes); err != nil {
+		return err
+	}
+	if up := online(nodes); 2*up < len(nodes) {
+		return unavailable(provider.ReasonUnreachable, "%s sees %d of %d nodes online, so it has no quorum; look at pvecm status", node, up, len(nodes))
+	}
 	var vms []row
 	if err := get("/nodes/"+node+"/qemu", &vms); err != nil {
 		return err
@@ -93,7 +100,8 @@ func (p *Provider) needs(major int, node string) []need {
 	if major == 8 {
 		agent = "VM.Monitor"
 	}
-	privileges := []string{"VM.Allocate", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit", "VM.Config.Disk", "VM.Config.Memory", "VM.Config.Options", "VM.PowerMgmt", agent}
+	privileges := []string{"VM.Allocate", "VM.Config.CDROM", "VM.Config.CPU", "VM.Config.Cloudinit", "VM.Config.Disk", "VM.Config.Memory",
+		"VM.Config.Options", "VM.PowerMgmt", agent}
 	if p.config.Bridge != "" || p.config.VLAN != 0 {
 		privileges = append(privileges, "VM.Config.Network")
 	}

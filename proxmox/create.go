@@ -87,7 +87,8 @@ func (p *Provider) create(ctx context.Context, req provider.CreateRequest, s *pl
 	}
 	for _, r := range seen.rows {
 		if r.live && string(r.Name) == req.Name && seen.missing[string(r.Node)] != nil {
-			return provider.Instance{}, unavailable(provider.ReasonUnreachable, "VM %d on %s has the name, and whose it is can't be read: %v", int(r.VMID), r.Node, seen.missing[string(r.Node)])
+			return provider.Instance{}, unavailable(provider.ReasonUnreachable, "VM %d on %s has the name, and whose it is can't be read: %v",
+				int(r.VMID), r.Node, seen.missing[string(r.Node)])
 		}
 		if r.live && string(r.Name) == req.Name && !slices.ContainsFunc(vms, func(v vm) bool { return v.VMID == r.VMID && v.ours }) {
 			return provider.Instance{}, permanent(provider.ReasonUnsupported, "VM %d on %s has the name and is not ours; rename or remove it", int(r.VMID), r.Node)
@@ -273,8 +274,8 @@ func (p *Provider) unlocked(ctx context.Context, node string, h handle) (vmConfi
 // orphaned is about a clone that has not ended in time. It is not ErrPermanent: a clone that is only slow ends by itself, and
 // after the operator has removed another the next attempt finds that too.
 func (p *Provider) orphaned(node string, h handle) error {
-	return unavailable(provider.ReasonUnknown, "VM %d on %s has had the lock clone for more than %s, so what cloned it has died or CloneTimeout is too short; in the first case, as root: qm unlock %d && qm destroy %d",
-		h.vmid, node, p.config.CloneTimeout, h.vmid, h.vmid)
+	return unavailable(provider.ReasonUnknown, "VM %d on %s has had the lock clone for more than %s, so what cloned it has died or CloneTimeout is too short; "+
+		"in the first case, as root: qm unlock %d && qm destroy %d", h.vmid, node, p.config.CloneTimeout, h.vmid, h.vmid)
 }
 
 func (p *Provider) isRunning(ctx context.Context, node string, vmid int) (bool, error) {
@@ -516,6 +517,7 @@ func (p *Provider) upload(ctx context.Context, node string, h handle, image []by
 	return err
 }
 
+// classifyNil is classify for an error that may be nil.
 func classifyNil(err error) *fault {
 	if err == nil {
 		return &fault{}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"sync"
 	"time"
 
 	"crawl.example.com/egress/provider"
@@ -25,7 +26,7 @@ func (p *Provider) Delete(ctx context.Context, id string) error {
 	defer unlock()
 	for range 3 {
 		v, _, _, findErr := p.find(ctx, id)
-		if errors.Is(findErrKind(findErr), provider.ErrNotFound) {
+		if errors.Is(classifyNil(findErr).kind, provider.ErrNotFound) {
 			if err := p.sweep(ctx, h); err != nil {
 				return p.wrap("delete", h.name, "", readable(err))
 			}
@@ -44,13 +45,6 @@ func (p *Provider) Delete(ctx context.Context, id string) error {
 		// It has moved to another node, or is gone.
 	}
 	return p.wrap("delete", h.name, "", readable(err))
-}
-
-func findErrKind(err error) error {
-	if err == nil {
-		return nil
-	}
-	return classify(err).kind
 }
 
 // destroy removes a VM of ours that was last seen on a node. A fault with absent says that it has moved.
@@ -215,16 +209,11 @@ func (p *Provider) removeSeed(ctx context.Context, node string, h handle) error 
 // sweep removes the seed of a VM that is gone from every node that answers.
 func (p *Provider) sweep(ctx context.Context, h handle) error {
 	errs := make([]error, len(p.endpoints))
-	done := make(chan int, len(p.endpoints))
+	var removing sync.WaitGroup
 	for i, e := range p.endpoints {
-		go func() {
-			errs[i] = p.removeSeed(ctx, e.node.Name, h)
-			done <- i
-		}()
+		removing.Go(func() { errs[i] = p.removeSeed(ctx, e.node.Name, h) })
 	}
-	for range p.endpoints {
-		<-done
-	}
+	removing.Wait()
 	for i, err := range errs {
 		if err == nil {
 			continue

@@ -72,11 +72,17 @@
 // seed is uploaded with a digest, its size is read back, and it is attached as a CD-ROM before the start. Creates that were
 // interrupted are finished or removed by the next one with the same name.
 //
+// Whose a VM is, the description says and not the range: instances of an earlier range are still found. A copy of an instance,
+// made by hand or restored from a backup under another VMID, is not ours. One that was renamed by hand is not touched any more.
+//
+// A VM is gone when a node that is with most of the cluster says so, and no list is whole while a node did not answer. A node that
+// is down holds up one list by at most 10 s, and those of the next 30 s by a second each.
+//
 // Delete stops the VM, detaches and deletes the seed and destroys the VM with purge, so that HA, replication and backup jobs
 // forget it. The seed goes before the VM, so that a crash in between leaves something that is listed.
 //
 // When an answer is lost (596, 599, a closed connection), what happened is read from the cluster before anything else is
-// done; no request that changes something is ever sent twice. Tasks that end in warnings are successes, and logged as warnings.
+// done; no request that changes something is ever sent twice, but for uploads, which replace each other. Tasks that end in warnings are successes, and logged as warnings.
 // A hibernated VM is never started, since that would resume it instead of booting it.
 //
 // # Secrets

@@ -110,6 +110,9 @@ func TestANodeThatHasLostTheOthersMakesNothingGone(t *testing.T) {
 	run(t, fakepve.Config{}, nil, func(b *bench) {
 		b.CutOff("pve1", true) // the endpoint that is asked first
 		x := b.place("a", "pve2")
+		if health := b.p.Check(b.Context()); health[0].Reason != provider.ReasonUnreachable || !strings.Contains(health[0].Message, "pvecm") || !health[1].Ready {
+			b.Errorf("%+v", health)
+		}
 		fresh := b.another()
 		defer fresh.Close()
 		if got, err := fresh.Get(b.Context(), x.ID); err != nil || got.Host != "pve2" {

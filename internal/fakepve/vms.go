@@ -435,7 +435,7 @@ var optionPrivileges = []struct {
 	{regexp.MustCompile(`.`), "VM.Config.Options"},
 }
 
-func (q *request) mayConfigureLocked(v *vm, key, value string) *failure {
+func (q *request) mayConfigureLocked(v *vm, key string) *failure {
 	path := "/vms/" + strconv.Itoa(v.id)
 	if diskKey.MatchString(key) {
 		return nil // see mayChangeDriveLocked
@@ -485,7 +485,7 @@ func (q *request) configureLocked(v *vm) (func() *failure, *failure) {
 		}
 	}
 	for k, value := range set {
-		if f := q.mayConfigureLocked(v, k, value); f != nil {
+		if f := q.mayConfigureLocked(v, k); f != nil {
 			return nil, f
 		}
 		if strings.HasPrefix(k, "net") {
@@ -517,7 +517,7 @@ func (q *request) configureLocked(v *vm) (func() *failure, *failure) {
 		}
 	}
 	for _, k := range remove {
-		if f := q.mayConfigureLocked(v, k, ""); f != nil {
+		if f := q.mayConfigureLocked(v, k); f != nil {
 			return nil, f
 		}
 	}
