@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math"
 	"net/http"
 	"regexp"
 	"time"
@@ -237,8 +238,8 @@ func checkHosts(hosts []Host) error {
 			fault("Hosts has the Name %q twice", h.Name)
 		}
 		seen[h.Name] = true
-		if h.Weight < 0 {
-			fault("host %s: Weight %v, want more than 0", h.Name, h.Weight)
+		if !(h.Weight >= 0) || math.IsInf(h.Weight, 0) {
+			fault("host %s: Weight %v, want more than 0, or 0 for 1", h.Name, h.Weight)
 		}
 	}
 	return errors.Join(faults...)

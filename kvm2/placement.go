@@ -2,8 +2,9 @@ package kvm2
 
 import (
 	"cmp"
+	"crypto/sha256"
+	"encoding/binary"
 	"fmt"
-	"hash/fnv"
 	"slices"
 	"strings"
 	"time"
@@ -51,10 +52,11 @@ func compareBool(a, b bool) int {
 	return 1
 }
 
+// tie is a number that is as good as random, and the same each time. FNV is not: names that differ in their last letter
+// would come in the same order on most hosts.
 func tie(name, host string) uint64 {
-	h := fnv.New64a()
-	_, _ = h.Write([]byte(name + " " + host)) // never fails
-	return h.Sum64()
+	sum := sha256.Sum256([]byte(name + " " + host))
+	return binary.BigEndian.Uint64(sum[:])
 }
 
 // roomOf is the share of the host that is left when plan is put on it, in tenths of a percent, so that a few MiB don't

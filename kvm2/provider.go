@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -69,15 +70,12 @@ func New(config Config) (*Provider, error) {
 // is forgotten, and what is on it is not seen any more, so drain it first. When the error is not nil nothing has changed. It
 // does no I/O on hosts, and waits for calls on hosts that are dropped to end.
 func (p *Provider) SetHosts(hosts []Host) error {
-	if err := checkHosts(hosts); err != nil {
-		return err
-	}
 	p.mu.Lock()
 	if p.closed {
 		p.mu.Unlock()
 		return errors.New("kvm2: the provider is closed")
 	}
-	var faults []error
+	faults := []error{checkHosts(hosts)}
 	var made, dropped, next []*host
 	for _, h := range hosts {
 		h.Labels = maps.Clone(h.Labels)
@@ -118,8 +116,13 @@ func (p *Provider) SetHosts(hosts []Host) error {
 
 // sameMachine reports whether b needs no other connection than a, nor other limits.
 func sameMachine(a, b Host) bool {
-	return a.Name == b.Name && a.URI == b.URI && a.SSH == b.SSH && a.StoragePool == b.StoragePool && a.Network == b.Network && a.Bridge == b.Bridge &&
+	return a.Name == b.Name && a.URI == b.URI && sameLogin(a.SSH, b.SSH) && a.StoragePool == b.StoragePool && a.Network == b.Network && a.Bridge == b.Bridge &&
 		a.MaxInstances == b.MaxInstances && a.MaxMemoryMiB == b.MaxMemoryMiB && a.MaxCPUs == b.MaxCPUs && a.MinFreeGiB == b.MinFreeGiB
+}
+
+// sameLogin reports whether both say the same. Functions are the same only where the whole is.
+func sameLogin(a, b *SSH) bool {
+	return a == b || a != nil && b != nil && reflect.DeepEqual(*a, *b)
 }
 
 func closeAll(hosts []*host) {
@@ -293,29 +296,34 @@ func (p *Provider) List(ctx context.Context, owner string) ([]provider.Instance,
 const absentGrace = 500 * time.Millisecond
 
 // each calls f for every host at once, with a context that ends after Config.ListTimeout. For hosts that did not answer the last
-// time it ends soon after the others have.
-func (p *Provider) each(ctx context.Context, hosts []*host, f func(ctx context.Context, i int) error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, p.config.ListTimeout,
+// time it ends soon after the others have, if there are others.
+func (p *Provider) each(caller context.Context, hosts []*host, f func(ctx context.Context, i int) error) {
+	ctx, cancel := context.WithTimeoutCause(caller, p.config.ListTimeout,
 		fmt.Errorf("no answer within %s: %w", p.config.ListTimeout, context.DeadlineExceeded))
 	defer cancel()
 	impatient, giveUp := context.WithCancelCause(ctx)
 	defer giveUp(nil)
 	var present, absent sync.WaitGroup
+	others := false
 	for i, h := range hosts {
-		group, ctx := &present, ctx
-		if h.absent.Load() {
-			group, ctx = &absent, impatient
+		group, within := &absent, impatient
+		if !h.absent.Load() {
+			group, within, others = &present, ctx, true
 		}
 		group.Go(func() {
-			err := f(ctx, i)
-			h.absent.Store(err != nil && ctx.Err() != nil || errors.Is(err, provider.ErrUnavailable))
+			err := f(within, i)
+			if caller.Err() == nil { // a caller who has gone says nothing about the host
+				h.absent.Store(err != nil && within.Err() != nil || errors.Is(err, provider.ErrUnavailable))
+			}
 		})
 	}
 	present.Wait()
-	timer := time.AfterFunc(absentGrace, func() {
-		giveUp(fmt.Errorf("no answer within %s of the others', as the last time: %w", absentGrace, context.DeadlineExceeded))
-	})
-	defer timer.Stop()
+	if others {
+		timer := time.AfterFunc(absentGrace, func() {
+			giveUp(fmt.Errorf("no answer within %s of the others', as the last time: %w", absentGrace, context.DeadlineExceeded))
+		})
+		defer timer.Stop()
+	}
 	absent.Wait()
 }
 

@@ -294,6 +294,41 @@ func TestHostsThatHangOrAreDeadAreNamedAndCreatesGoOnElsewhere(t *testing.T) {
 	})
 }
 
+func TestSlowHostsAreNotGivenUpForACallerWhoHasGoneNorWhenNoOtherIsThere(t *testing.T) {
+	inBubble(t, 3, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
+		hang := func() (mend func()) {
+			var all []func()
+			for _, h := range hosts {
+				all = append(all, h.Inject(libvirttest.Fault{Procedure: "ConnectGetAllDomainStats", Hang: true}))
+			}
+			return func() {
+				for _, f := range all {
+					f()
+				}
+			}
+		}
+		for _, h := range hosts {
+			h.SetConfig(func(c *libvirttest.Config) { c.Latency = 2 * absentGrace })
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), absentGrace)
+		defer cancel()
+		if _, err := p.List(ctx, "own"); !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+		if _, err := p.List(t.Context(), "own"); err != nil {
+			t.Errorf("after a caller who has gone: %v", err)
+		}
+		mend := hang()
+		if _, err := p.List(t.Context(), "own"); !errors.Is(err, provider.ErrUnavailable) {
+			t.Error(err)
+		}
+		mend()
+		if _, err := p.List(t.Context(), "own"); err != nil {
+			t.Errorf("after all of them hung: %v", err)
+		}
+	})
+}
+
 func TestAFleetOfWhichNoHostAnswersSaysSoForEach(t *testing.T) {
 	hosts, config, _ := daemons(t, 3, 0)
 	for _, h := range hosts {
