@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -23,6 +24,7 @@ type demo struct {
 	cluster *fakepve.Cluster
 	proxy   *forwardproxy.Server
 	site    *httptest.Server
+	port    string
 
 	// mu guards guests.
 	mu     sync.Mutex
@@ -37,6 +39,8 @@ func startDemo(o *options) (*demo, error) {
 	if d.proxy, err = forwardproxy.Start(forwardproxy.Config{Name: "demo"}); err != nil {
 		return nil, err
 	}
+	o.port = d.proxy.Port() // which nobody else has, unlike 3128
+	d.port = strconv.Itoa(o.port)
 	d.site = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		_, _ = fmt.Fprintf(w, "a page, via %s\n", r.Header.Get("Via"))
 	}))
@@ -71,24 +75,28 @@ func (g guests) Get(ctx context.Context, id string) (provider.Instance, error) {
 	x, err := g.Provider.Get(ctx, id)
 	if rest, ok := strings.CutPrefix(x.Address, "10."); ok {
 		x.Address = "127." + rest
-		g.demo.serve(x.Address)
+		if err := g.demo.serve(x.Address); err != nil {
+			return x, &provider.Error{Provider: g.Name(), Op: "get", Kind: provider.ErrUnavailable, Err: err}
+		}
 	}
 	return x, err
 }
 
 // serve starts the proxy of a guest unless it runs already.
-func (d *demo) serve(address string) {
+func (d *demo) serve(address string) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.guests[address] != nil {
-		return
+		return nil
 	}
-	// Where only 127.0.0.1 is there, as on macOS, nothing listens, and the probe says so.
-	if l, err := net.Listen("tcp", net.JoinHostPort(address, "3128")); err == nil {
-		s := &http.Server{Handler: d.proxy, ReadHeaderTimeout: time.Minute}
-		d.guests[address] = s
-		go func() { _ = s.Serve(l) }() // ends with close
+	l, err := net.Listen("tcp", net.JoinHostPort(address, d.port))
+	if err != nil {
+		return fmt.Errorf("a system with more loopback addresses than 127.0.0.1 is needed, such as Linux: %w", err)
 	}
+	s := &http.Server{Handler: d.proxy, ReadHeaderTimeout: time.Minute}
+	d.guests[address] = s
+	go func() { _ = s.Serve(l) }() // ends with close
+	return nil
 }
 
 func (d *demo) close(out io.Writer) {

@@ -35,6 +35,7 @@ type options struct {
 	proxies  int
 	pages    int
 	memory   int
+	port     int
 	destroy  bool
 }
 
@@ -62,6 +63,7 @@ func main() {
 	flag.StringVar(&o.url, "url", "", "page to fetch, and to probe the proxies with")
 	flag.IntVar(&o.proxies, "proxies", 3, "proxies")
 	flag.IntVar(&o.memory, "memory", 512, "memory of each, in MiB")
+	flag.IntVar(&o.port, "port", 3128, "port of the proxies")
 	flag.IntVar(&o.pages, "n", 30, "requests")
 	flag.BoolVar(&o.destroy, "destroy", false, "delete the proxies in the end")
 	flag.Parse()
@@ -124,7 +126,7 @@ func run(ctx context.Context, o options, out io.Writer) (err error) {
 		err = errors.Join(err, pool.Close(closing))
 	}()
 	proxies := egress.Replicate(o.proxies, "crawl-%02d", egress.Proxy{
-		Provider: "home", Image: "image", MemoryMiB: o.memory, Placement: provider.Placement{Group: "crawl"},
+		Provider: "home", Image: "image", MemoryMiB: o.memory, Port: o.port, Placement: provider.Placement{Group: "crawl"},
 		CloudInit: egress.CloudInit{Inline: o.userData},
 		Probe:     egress.Probe{URL: o.url, Interval: 2 * time.Second},
 	})

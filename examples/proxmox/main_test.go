@@ -2,10 +2,12 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"log/slog"
 	"net"
 	"strings"
 	"testing"
+	"time"
 
 	"crawl.example.com/egress/proxmox"
 )
@@ -23,7 +25,9 @@ func TestTheExampleCrawlsThroughAClusterInMemoryAndLeavesNothing(t *testing.T) {
 		userData: "#cloud-config\n{}\n", proxies: 3, pages: 9, memory: 512,
 	}
 	var out bytes.Buffer
-	if err := run(t.Context(), o, &out); err != nil {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if err := run(ctx, o, &out); err != nil {
 		t.Fatalf("%v\n%s", err, &out)
 	}
 	for _, want := range []string{"on pve1", "on pve2", "on pve3", "9 pages through 3 proxies", "left in the cluster: 0 VMs"} {
