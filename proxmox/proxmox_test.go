@@ -419,7 +419,7 @@ func TestADrainedNodeGetsNothingAndAsksForReplacements(t *testing.T) {
 
 func TestFiftyCreatesAtOnceOnThreeNodesMakeFiftyInstances(t *testing.T) {
 	run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) {
-		config.VMIDMin, config.VMIDMax = 50000, 50063
+		config.VMIDMin, config.VMIDMax, config.Logger = 50000, 50063, nil
 	}, func(b *bench) {
 		// Two processes pick from the same few VMIDs and don't know of each other.
 		second := b.config

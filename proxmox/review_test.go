@@ -80,7 +80,7 @@ func TestAVMThatMovesDuringAListIsInTheList(t *testing.T) {
 func TestAnAnswerWithoutContentMakesNothingGone(t *testing.T) {
 	for _, path := range []string{"/nodes/*/qemu", "/cluster/resources", "/nodes/*/qemu/*/config", "/access/permissions", "/nodes"} {
 		for _, body := range []string{`{"data":null}`, `{}`, `null`, `[]`, `{"data":{}}`} {
-			run(t, fakepve.Config{}, nil, func(b *bench) {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
 				x := b.create("a")
 				remove := b.Fault(fakepve.Fault{Method: "GET", Path: path, Body: body})
 				fresh := b.another()
@@ -231,7 +231,7 @@ func TestAVMThatIsExchangedBeforeAChangeIsNotChanged(t *testing.T) {
 func TestAVMThatIsExchangedDuringADeleteIsNotTouched(t *testing.T) {
 	for n := range 6 { // before each of the requests that change something, and before each read of the configuration
 		for _, f := range []fakepve.Fault{{Method: "POST", Skip: n}, {Method: "GET", Path: "/nodes/*/qemu/*/config", Skip: n}, {Method: "DELETE", Path: "/nodes/*/storage/*/content/*", Skip: n}} {
-			run(t, fakepve.Config{}, nil, func(b *bench) {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
 				x := b.create("a")
 				b.PowerOff(vmidOf(x)) // the stop has no digest
 				done := false
@@ -250,38 +250,76 @@ func TestAVMThatIsExchangedDuringADeleteIsNotTouched(t *testing.T) {
 }
 
 // TestAVMOfTheSameNameWithAnotherNumberIsNotTouched has our VM become another one, of the same name and mark, at each read of
-// its configuration.
+// its configuration and of its state.
 func TestAVMOfTheSameNameWithAnotherNumberIsNotTouched(t *testing.T) {
 	for _, deleting := range []bool{false, true} {
 		exchanged := 0
 		for n := range 9 {
-			run(t, fakepve.Config{}, silent, func(b *bench) {
-				var x provider.Instance
-				if deleting {
-					x = b.create("a")
-				}
-				vmid, before := 0, 0
-				b.Fault(fakepve.Fault{Method: "GET", Path: "/nodes/*/qemu/5*/config", Skip: n, Times: 1, Do: func() {
-					v := b.VMs()[0]
-					vmid, before = v.ID, len(b.Requests())
-					b.Edit(vmid, "description", regexp.MustCompile("nonce=[0-9a-f]+").ReplaceAllString(v.Config["description"], "nonce=00000000"))
-					exchanged++
-				}})
-				if deleting {
-					_ = b.p.Delete(b.Context(), x.ID)
-				} else {
-					_, _ = b.p.Create(b.Context(), request("a", 1, spec()))
-				}
-				for _, r := range b.Requests()[before:] {
-					if vmid != 0 && r.Method != http.MethodGet && strings.Contains(r.Path, fmt.Sprintf("/qemu/%d", vmid)) {
-						b.Errorf("at read %d, deleting %t: %+v was sent to it", n, deleting, r)
+			for _, path := range []string{"/nodes/*/qemu/5*/config", "/nodes/*/qemu/5*/status/current"} {
+				run(t, fakepve.Config{}, silent, func(b *bench) {
+					var x provider.Instance
+					if deleting {
+						x = b.create("a")
 					}
-				}
-			})
+					vmid, before := 0, 0
+					b.Fault(fakepve.Fault{Method: "GET", Path: path, Skip: n, Times: 1, Do: func() {
+						if len(b.VMs()) == 0 {
+							return
+						}
+						v := b.VMs()[0]
+						vmid, before = v.ID, len(b.Requests())
+						b.Edit(vmid, "description", regexp.MustCompile("nonce=[0-9a-f]+").ReplaceAllString(v.Config["description"], "nonce=00000000"))
+						exchanged++
+					}})
+					if deleting {
+						_ = b.p.Delete(b.Context(), x.ID)
+					} else {
+						_, _ = b.p.Create(b.Context(), request("a", 1, spec()))
+					}
+					for _, r := range b.Requests()[before:] {
+						if vmid != 0 && r.Method != http.MethodGet && strings.Contains(r.Path, fmt.Sprintf("/qemu/%d", vmid)) {
+							b.Errorf("at read %d of %s, deleting %t: %+v was sent to it", n, path, deleting, r)
+						}
+					}
+				})
+			}
 		}
 		if exchanged < 3 {
 			t.Errorf("%d reads, deleting %t: nothing was tested", exchanged, deleting)
 		}
+	}
+}
+
+func TestCreatesAtTheSameTimeSpreadAndShareTheRoom(t *testing.T) {
+	for _, group := range []string{"", "shop"} {
+		run(t, fakepve.Config{}, silent, func(b *bench) {
+			for i := range 3 {
+				b.SetMemoryUsed(fmt.Sprintf("pve%d", i+1), map[string]int{"": 65536 - 700, "shop": i * 10000}[group])
+			}
+			s := spec()
+			s.Placement.Group = group
+			var all sync.WaitGroup
+			full := make([]error, 4)
+			for i := range full {
+				all.Go(func() { _, full[i] = b.p.Create(b.Context(), request(fmt.Sprintf("p%d", i), 1, s)) })
+			}
+			all.Wait()
+			on := map[string]int{}
+			for _, v := range b.VMs() {
+				on[v.Node]++
+			}
+			refused := 0
+			for _, err := range full {
+				if errors.Is(err, provider.ErrNoCapacity) {
+					refused++
+				} else if err != nil {
+					b.Error(err)
+				}
+			}
+			if len(on) != 3 || group == "" && refused != 1 || group != "" && refused != 0 {
+				b.Errorf("group %q: %v, %d refused", group, on, refused)
+			}
+		})
 	}
 }
 
@@ -639,7 +677,7 @@ func TestCheckNamesEveryPrivilegeThatACreateAndADeleteNeed(t *testing.T) {
 	}
 	for path, privileges := range all {
 		for i, lacking := range privileges {
-			run(t, fakepve.Config{}, nil, func(b *bench) {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
 				b.Grant(tokenID, path, append(append([]string{"VM.Console"}, privileges[:i]...), privileges[i+1:]...)...)
 				if h := b.p.Check(b.Context())[0]; h.Ready || h.Reason != provider.ReasonPermissionDenied || !strings.Contains(h.Message, lacking) || !strings.Contains(h.Message, path) {
 					b.Errorf("without %s: %+v", lacking, h)
@@ -677,7 +715,7 @@ func thousand(b *bench) {
 }
 
 func TestAListOfAThousandInstancesTakesFiveRequests(t *testing.T) {
-	run(t, fakepve.Config{}, nil, func(b *bench) {
+	run(t, fakepve.Config{}, silent, func(b *bench) {
 		thousand(b)
 		first := len(b.Requests())
 		if n := len(b.list()); n < 999 {

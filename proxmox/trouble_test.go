@@ -275,7 +275,7 @@ func TestTheAgentsPrivilegeIsThatOfTheVersion(t *testing.T) {
 func TestALostAnswerIsLookedUpInsteadOfAskedForAgain(t *testing.T) {
 	for _, path := range []string{"/nodes/*/qemu/*/clone", "/nodes/*/qemu/*/config", "/nodes/*/qemu/*/status/start", "/nodes/*/storage/*/upload"} {
 		for _, f := range []fakepve.Fault{{Drop: true}, {Status: 596, Reason: "Connection timed out"}, {Status: 599, Reason: "Too many redirections"}} {
-			run(t, fakepve.Config{}, nil, func(b *bench) {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
 				f.Method, f.Path, f.Times, f.Carry = "POST", path, 1, true
 				b.Fault(f)
 				x, err := b.try("a")
