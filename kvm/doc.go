@@ -52,7 +52,7 @@
 // was never visible as a base. A broken download is taken up again where it broke off. Whatever the number of creates, an
 // image is fetched once for a host, two at a time.
 //
-// On the host a base is two volumes: base-NAME.….img holds the data, and base-NAME.qcow2 on top of it is what disks are made
+// On the host a base is two volumes: one that begins with base-NAME. and ends with .img holds the data, and base-NAME.qcow2 on top of it is what disks are made
 // on; NAME is the first 16 digits of the URL's SHA-256 for an image that was given as one. A base is never overwritten: when
 // Images has another digest than the base was made from, creates fail for good and say both. Give the new image a new name,
 // such as debian-13-20261201; the proxies then roll over to it, and [Provider.EvictImages] deletes the old one. A qcow2 image

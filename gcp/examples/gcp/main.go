@@ -1,7 +1,7 @@
 // Gcp fetches pages through proxies on Google Cloud. Without flags it runs against a fake Compute API in this process,
 // with a proxy on loopback behind every instance, and costs nothing.
 //
-//	go run ./examples/gcp
+//	cd gcp && go run ./examples/gcp
 //	go run ./examples/gcp -project my-crawler-123 -zones europe-west3-a,europe-west3-b -user-data squid.yaml -spot
 //
 // Against the real thing it makes instances that cost money and deletes them when it ends. It uses Application Default
