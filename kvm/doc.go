@@ -52,11 +52,12 @@
 // was never visible as a base. A broken download is taken up again where it broke off. Whatever the number of creates, an
 // image is fetched once for a host, two at a time.
 //
-// On the host a base is two volumes: one that begins with base-NAME. and ends with .img holds the data, and base-NAME.qcow2 on top of it is what disks are made
-// on; NAME is the first 16 digits of the URL's SHA-256 for an image that was given as one. A base is never overwritten: when
-// Images has another digest than the base was made from, creates fail for good and say both. Give the new image a new name,
-// such as debian-13-20261201; the proxies then roll over to it, and [Provider.EvictImages] deletes the old one. A qcow2 image
-// that refers to other files is refused, since QEMU would show the guest any file of the host.
+// On the host a base is two volumes: one that begins with base-NAME. and ends with .img holds the data, and base-NAME.qcow2 on
+// top of it is what disks are made on; NAME is the first 16 digits of the URL's SHA-256 for an image that was given as one. A
+// base is never overwritten: when Images has another digest than the base was made from, creates fail for good and say both.
+// Give the new image a new name, such as debian-13-20261201; the proxies then roll over to it, and [Provider.EvictImages]
+// deletes the old one. A qcow2 image that refers to other files is refused, since QEMU would show the guest any file of the
+// host.
 //
 // # What it does
 //
@@ -86,7 +87,8 @@
 //	ImageNotFound           the URL can't be got, is no image, or has another digest
 //	InsufficientCapacity    pool full, memory or a bound used up: the message has the figures
 //	Unsupported             no UEFI firmware, no KVM, libvirt too old, or a pool that is no folder
-//	Ready, but probes fail  see the serial log, which is OWNER--PROXY--GENERATION.….log in the pool's folder
+//	Ready, but probes fail  see the serial log in the pool's folder; its name begins with the instance's
+//	                        and ends with .log
 //
 // An instance that is paused, suspended or hibernated is not fit, and its message says which. The pool replaces it.
 //
