@@ -701,7 +701,9 @@ func (p *Provider) start(ctx context.Context, node string, h handle) error {
 		return err
 	}
 	if c.hibernated() {
-		return permanent(provider.ReasonUnsupported, "VM %d is hibernated and is not started", h.vmid)
+		f := permanent(provider.ReasonUnsupported, "VM %d is hibernated and is not started", h.vmid)
+		f.ambiguous = true // somebody is at work on it, so it stays
+		return f
 	}
 	err = p.run(ctx, node, request{method: http.MethodPost, path: fmt.Sprintf("/nodes/%s/qemu/%d/status/start", node, h.vmid)}, p.config.TaskTimeout)
 	if err == nil || strings.Contains(classify(err).message, "already running") {
