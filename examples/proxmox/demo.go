@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -25,6 +26,7 @@ type demo struct {
 	proxy   *forwardproxy.Server
 	site    *httptest.Server
 	port    string
+	before  []string // volumes, of the templates
 
 	// mu guards guests.
 	mu     sync.Mutex
@@ -57,6 +59,7 @@ func startDemo(o *options) (*demo, error) {
 		c.AddTemplate(node, 9000+i, "debian-13", fakepve.Template{})
 		o.config.Nodes = append(o.config.Nodes, proxmox.Node{Name: node, Endpoint: c.URL(node)})
 	}
+	d.before = c.Volumes()
 	o.config.TokenID, o.config.CA, o.config.DialContext = token, c.CA(), c.Dial
 	o.config.Secret = func(context.Context) ([]byte, error) { return []byte(secret), nil }
 	o.config.Templates = map[string]proxmox.Template{"image": {Name: "debian-13"}}
@@ -100,7 +103,8 @@ func (d *demo) serve(address string) error {
 }
 
 func (d *demo) close(out io.Writer) {
-	_, _ = fmt.Fprintf(out, "left in the cluster: %d VMs and the volumes %q\n", len(d.cluster.VMs()), d.cluster.Volumes())
+	left := slices.DeleteFunc(d.cluster.Volumes(), func(v string) bool { return slices.Contains(d.before, v) })
+	_, _ = fmt.Fprintf(out, "left in the cluster: %d VMs and %d volumes besides the templates'\n", len(d.cluster.VMs()), len(left))
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	errs := []error{d.proxy.Close()}

@@ -67,7 +67,7 @@ func main() {
 	flag.IntVar(&o.pages, "n", 30, "requests")
 	flag.BoolVar(&o.destroy, "destroy", false, "delete the proxies in the end")
 	flag.Parse()
-	level := slog.LevelInfo
+	level := slog.LevelWarn
 	if *verbose {
 		level = slog.LevelDebug
 	}
