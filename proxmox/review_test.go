@@ -135,13 +135,51 @@ func TestANodeThatHasLostTheOthersMakesNothingGone(t *testing.T) {
 	})
 }
 
-func TestWhatIsGoneIsGoneWhileOneOfTwoNodesIsDown(t *testing.T) {
-	run(t, fakepve.Config{Nodes: []string{"pve1", "pve2", "pve3"}}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.Nodes = config.Nodes[:2] }, func(b *bench) {
+func TestWhatIsGoneIsGoneWhileHalfOfTheNodesAreDown(t *testing.T) {
+	run(t, fakepve.Config{Nodes: []string{"pve1", "pve2", "pve3", "pve4"}}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.Nodes = config.Nodes[:2] }, func(b *bench) {
 		x := b.place("a", "pve1")
-		b.SetNode("pve2", fakepve.NodeRefuses)
+		b.SetNode("pve3", fakepve.NodeRefuses)
+		b.SetNode("pve4", fakepve.NodeRefuses)
 		b.remove(b.p, x.ID)
-		if vms := b.VMs(); len(vms) != 0 {
-			b.Errorf("%+v", vms)
+		b.nothingLeft()
+	})
+}
+
+func TestAChangeOnANodeThatIsNotConfiguredIsNotSentTwice(t *testing.T) {
+	run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.Nodes = config.Nodes[:2] }, func(b *bench) {
+		x := b.create("a")
+		b.Migrate(vmidOf(x), "pve3")
+		b.Fault(fakepve.Fault{Method: "POST", Path: "/nodes/*/qemu/*/status/stop", Drop: true})
+		_ = b.p.Delete(b.Context(), x.ID)
+		if n := b.Count("POST", "/nodes/*/qemu/*/status/stop"); n != 1 {
+			b.Errorf("%d stops", n)
+		}
+	})
+}
+
+func TestAnotherSpecUnderTheSameNameFindsWhatIsWholeAndReplacesWhatIsHalf(t *testing.T) {
+	other := spec()
+	other.CPUs = 2
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		b.PowerOff(vmidOf(x))
+		if _, err := b.p.Create(b.Context(), request("a", 1, other)); !errors.Is(err, provider.ErrAlreadyExists) {
+			b.Errorf("%v", err)
+		}
+		if all := b.list(); len(all) != 1 || all[0].ID != x.ID {
+			b.Errorf("%+v", all)
+		}
+	})
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		b.Fault(fakepve.Fault{Method: "POST", Path: "/nodes/*/storage/*/upload", Times: 1, Status: 403, Reason: "Permission check failed"})
+		if _, err := b.try("a"); err == nil || len(b.VMs()) != 1 {
+			b.Fatalf("%v, %+v", err, b.VMs())
+		}
+		if _, err := b.p.Create(b.Context(), request("a", 1, other)); err != nil {
+			b.Error(err)
+		}
+		if all := b.list(); len(all) != 1 || all[0].Mark.Hash != other.Hash(nil) || b.VMs()[0].Config["cores"] != "2" {
+			b.Errorf("%+v", all)
 		}
 	})
 }
