@@ -34,6 +34,7 @@ func TestMain(m *testing.M) {
 	code := m.Run()
 	if host.Host != nil {
 		_ = host.Close() // always nil
+		_ = os.RemoveAll(host.Folder)
 	}
 	os.Exit(code)
 }

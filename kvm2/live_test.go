@@ -41,6 +41,7 @@ func TestMain(m *testing.M) {
 	code := m.Run()
 	for _, h := range room.hosts {
 		_ = h.Close() // always nil
+		_ = os.RemoveAll(h.Folder)
 	}
 	os.Exit(code)
 }
