@@ -60,9 +60,11 @@ func (p *Provider) Create(ctx context.Context, req provider.CreateRequest) (prov
 	return provider.Instance{}, p.nowhere(req, against)
 }
 
-// final reports whether err of one host is the end of the create.
+// final reports whether err of one host is the end of the create. What one host does not support, such as an older libvirt the
+// domain, another may.
 func final(ctx context.Context, err error) bool {
-	return ctx.Err() != nil || errors.Is(err, provider.ErrOutcomeUnknown) || errors.Is(err, provider.ErrAlreadyExists) || errors.Is(err, provider.ErrPermanent)
+	return ctx.Err() != nil || errors.Is(err, provider.ErrOutcomeUnknown) || errors.Is(err, provider.ErrAlreadyExists) ||
+		errors.Is(err, provider.ErrPermanent) && provider.ReasonOf(err) != provider.ReasonUnsupported
 }
 
 // refusal is why a host did not get the instance.
@@ -72,11 +74,12 @@ type refusal struct {
 	reason    provider.Reason
 }
 
-// nowhere is the error of a create that no host could carry out. Only when each of them is full is it one of capacity.
+// nowhere is the error of a create that no host could carry out. Only when each of them is full is it one of capacity, and only
+// when each of them says so is it permanent.
 func (p *Provider) nowhere(req provider.CreateRequest, against []refusal) error {
 	var words []string
 	kind, reason := provider.ErrNoCapacity, provider.ReasonInsufficientCapacity
-	denied := 0
+	denied, permanent := 0, 0
 	for _, r := range against {
 		words = append(words, r.host+": "+r.why)
 		if !errors.Is(r.kind, provider.ErrNoCapacity) {
@@ -85,9 +88,15 @@ func (p *Provider) nowhere(req provider.CreateRequest, against []refusal) error 
 		if errors.Is(r.kind, provider.ErrDenied) {
 			denied++
 		}
+		if errors.Is(r.kind, provider.ErrPermanent) {
+			permanent++
+		}
 	}
-	if denied > 0 && denied == len(against) {
+	switch {
+	case denied > 0 && denied == len(against):
 		kind = provider.ErrDenied
+	case permanent > 0 && permanent == len(against):
+		kind = provider.ErrPermanent
 	}
 	return p.fail("create", req.Name, "", kind, reason, "no host can take it: %s", strings.Join(words, "; "))
 }
@@ -99,6 +108,7 @@ func (p *Provider) survey(ctx context.Context, hosts []*host, req provider.Creat
 		full  string
 		err   error
 		has   bool
+		other bool   // somebody else's has the name
 		half  string // the id of what an earlier attempt left half made
 	}
 	answers := make([]answer, len(hosts))
@@ -109,19 +119,24 @@ func (p *Provider) survey(ctx context.Context, hosts []*host, req provider.Creat
 			return a.err
 		}
 		for _, x := range list {
-			if x.Name == req.Name && x.State == provider.StateFailed {
+			switch {
+			case x.Name != req.Name:
+			case x.Mark.Proxy != req.Mark.Proxy || x.Mark.Generation != req.Mark.Generation:
+				a.other = true
+			case x.State == provider.StateFailed && hosts[i].vm.HalfMade(x.ID):
 				a.half = x.ID
+			default: // also when it has crashed since: what was finished is the pool's to delete
+				a.has = true
 			}
-			a.has = a.has || x.Name == req.Name && x.State != provider.StateFailed
 		}
-		if a.half != "" {
+		if a.half != "" && !a.has && !a.other {
 			if err := hosts[i].vm.Delete(ctx, a.half); err != nil && !errors.Is(err, provider.ErrNotFound) {
 				a.err = err
 				return err
 			}
 		}
 		c := hosts[i].is()
-		if !a.has && !c.Cordoned && !c.Drained && vmhost.Allowed(req.Spec.Placement, c.Name, c.Labels) == nil {
+		if !a.has && !a.other && !c.Cordoned && !c.Drained && vmhost.Allowed(req.Spec.Placement, c.Name, c.Labels) == nil {
 			a.usage, a.full, a.err = hosts[i].vm.Room(ctx, plan)
 		}
 		return a.err
@@ -137,6 +152,8 @@ func (p *Provider) survey(ctx context.Context, hosts []*host, req provider.Creat
 		switch {
 		case a.has:
 			return nil, nil, p.fail("create", req.Name, c.Name, provider.ErrAlreadyExists, provider.ReasonUnknown, "the instance is there")
+		case a.other:
+			return nil, nil, p.fail("create", req.Name, c.Name, provider.ErrPermanent, provider.ReasonUnknown, "another instance has the name")
 		case allowed != nil:
 		case a.err != nil:
 			against = append(against, refusal{c.Name, a.err.Error(), provider.Kind(a.err), provider.ReasonOf(a.err)})

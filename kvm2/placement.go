@@ -76,15 +76,16 @@ func roomOf(u vmhost.Usage, plan *vmhost.Plan, weight float64) float64 {
 // explain says why a host was chosen.
 func (c candidate) explain(group string, of int) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "on %s of %d hosts that fit: ", c.host.config.Name, of)
+	config := c.host.is() // SetHosts may be changing it
+	fmt.Fprintf(&b, "on %s of %d hosts that fit: ", config.Name, of)
 	if group != "" {
 		fmt.Fprintf(&b, "%d others of group %s, ", c.alike, group)
 	} else {
 		fmt.Fprintf(&b, "%d others of ours, ", c.alike)
 	}
 	fmt.Fprintf(&b, "%d of %d MiB and %d of %d CPUs spoken for", c.usage.MemoryMiB, c.usage.TotalMemoryMiB, c.usage.CPUs, c.usage.TotalCPUs)
-	if c.host.config.weight() != 1 {
-		fmt.Fprintf(&b, ", weight %v", c.host.config.weight())
+	if config.weight() != 1 {
+		fmt.Fprintf(&b, ", weight %v", config.weight())
 	}
 	if c.resting {
 		b.WriteString(", though a create failed there not long ago")

@@ -294,6 +294,28 @@ func TestHostsThatHangOrAreDeadAreNamedAndCreatesGoOnElsewhere(t *testing.T) {
 	})
 }
 
+func TestAHostThatIsTooOldStopsNoCreate(t *testing.T) {
+	inBubble(t, 2, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
+		old := libvirttest.Fault{Procedure: "DomainDefineXMLFlags", Code: golibvirt.ErrXMLInvalidSchema, Message: "XML document failed to validate against schema"}
+		hosts[0].Inject(old)
+		for name, x := range createAll(t, p, "p", 6, 1) {
+			if x.Host != hostName(1) {
+				t.Errorf("%s is on %s", name, x.Host)
+			}
+		}
+		// What no host supports is permanent.
+		hosts[1].Inject(old)
+		if _, err := p.Create(t.Context(), requestOf("q", rawSpec())); !errors.Is(err, provider.ErrPermanent) || provider.ReasonOf(err) != provider.ReasonUnsupported {
+			t.Error(err)
+		}
+		// As long as another may support it, it is not.
+		hosts[1].SetDown(true)
+		if _, err := p.Create(t.Context(), requestOf("r", rawSpec())); !errors.Is(err, provider.ErrUnavailable) {
+			t.Error(err)
+		}
+	})
+}
+
 func TestSlowHostsAreNotGivenUpForACallerWhoHasGoneNorWhenNoOtherIsThere(t *testing.T) {
 	inBubble(t, 3, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
 		hang := func() (mend func()) {
@@ -329,6 +351,31 @@ func TestSlowHostsAreNotGivenUpForACallerWhoHasGoneNorWhenNoOtherIsThere(t *test
 	})
 }
 
+// It is for the race detector.
+func TestHostsAreChangedWhileCreatesAreUnderWay(t *testing.T) {
+	inBubble(t, 3, nil, func(t *testing.T, p *Provider, _ []*libvirttest.Host) {
+		hosts := slices.Clone(p.config.Hosts)
+		stop, changed := make(chan struct{}), make(chan struct{})
+		go func() {
+			defer close(changed)
+			for i := 1; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				hosts[i%3].Weight = float64(i)
+				if err := p.SetHosts(hosts); err != nil {
+					t.Error(err)
+				}
+			}
+		}()
+		createAll(t, p, "p", 24, 4)
+		close(stop)
+		<-changed
+	})
+}
+
 func TestAFleetOfWhichNoHostAnswersSaysSoForEach(t *testing.T) {
 	hosts, config, _ := daemons(t, 3, 0)
 	for _, h := range hosts {
@@ -353,6 +400,29 @@ func TestAFleetOfWhichNoHostAnswersSaysSoForEach(t *testing.T) {
 	if _, err := p.List(ctx, "own"); !errors.Is(err, provider.ErrUnavailable) || !errors.Is(err, context.Canceled) {
 		t.Errorf("a list of a caller who has gone: %v", err)
 	}
+}
+
+func TestACreateDeletesNothingThatWasFinished(t *testing.T) {
+	inBubble(t, 2, nil, func(t *testing.T, p *Provider, hosts []*libvirttest.Host) {
+		req := requestOf("a", rawSpec())
+		x, err := p.Create(t.Context(), req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, h := range hosts {
+			h.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State = golibvirt.DomainCrashed })
+		}
+		if y, err := p.Create(t.Context(), req); !errors.Is(err, provider.ErrAlreadyExists) {
+			t.Errorf("made %s, %v", y.ID, err)
+		}
+		req.Mark.Generation++
+		if y, err := p.Create(t.Context(), req); !errors.Is(err, provider.ErrPermanent) {
+			t.Errorf("made %s, %v", y.ID, err)
+		}
+		if got, err := p.Get(t.Context(), x.ID); err != nil || got.State != provider.StateFailed {
+			t.Errorf("%+v, %v", got, err)
+		}
+	})
 }
 
 func TestConformanceWithDaemonsInMemory(t *testing.T) {

@@ -263,6 +263,9 @@ func (c Config) connection(uri libvirt.URI) libvirt.Config {
 	for _, jump := range c.SSH.Jumps {
 		h := host(jump)
 		h.PinnedKeys = nil // they are the host's
+		if a, err := sshconn.ParseAddress(jump); err == nil && a.User == "" {
+			h.User = conn.SSH.Host.User
+		}
 		conn.SSH.Jumps = append(conn.SSH.Jumps, h)
 	}
 	return conn

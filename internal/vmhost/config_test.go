@@ -111,6 +111,19 @@ func TestJumpsAreLookedUpInKnownHostsAndNotInTheHostsPins(t *testing.T) {
 	}
 }
 
+func TestAJumpWithoutAUserIsLoggedInToAsTheHost(t *testing.T) {
+	config := valid()
+	config.URI, config.SSH = "qemu+ssh://me@host.example/system", SSH{Jumps: []string{"gate.example", "you@inner.example"}}
+	h, err := New(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	if jumps := h.config.connection(h.uri).SSH.Jumps; jumps[0].User != "me" || jumps[1].User != "" {
+		t.Errorf("the jumps: %+v", jumps)
+	}
+}
+
 func TestEachFaultOfASpecNamesItsField(t *testing.T) {
 	config := valid()
 	config.Images = map[string]Image{"debian": {URL: "https://images.example/a.qcow2"}}

@@ -84,7 +84,7 @@ func (h *Host) create(ctx context.Context, req provider.CreateRequest, why strin
 					return err
 				}
 			}
-			return h.removeDomain(ctx, s, dom, parseRecord(req.Name, b.metadata), 0)
+			return h.removeDomain(ctx, s, dom, parseRecord(req.Name, b.metadata))
 		})
 	}
 	if f, ok := errors.AsType[*Fault](err); ctx.Err() == nil && (libvirt.Answered(err) || ok && !errors.Is(f.Kind, provider.ErrOutcomeUnknown)) {
@@ -128,7 +128,7 @@ func (h *Host) vacate(ctx context.Context, s *libvirt.Session, req provider.Crea
 	case who.Made != "":
 		return fault(provider.ErrAlreadyExists, provider.ReasonUnknown, "the domain %s is there", req.Name)
 	}
-	return begun(h.removeDomain(ctx, s, dom, who, 0))
+	return begun(h.removeDomain(ctx, s, dom, who))
 }
 
 // identify says whose a domain is.

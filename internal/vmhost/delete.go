@@ -38,17 +38,22 @@ func (h *Host) delete(ctx context.Context, id string) error {
 	}
 	defer unlock()
 	defer h.note(h.removing, dom.Name)()
-	err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
-		// Who had the lock before may have removed it, or finished it.
-		again, err := lookUp(s, u)
-		if err != nil {
-			return err
-		}
-		if who, err = h.identify(s, again); err != nil {
-			return err
-		}
-		return h.removeDomain(ctx, s, again, who, h.config.ShutdownGrace)
-	})
+	// Whoever had the lock before may have removed it, or finished it.
+	if h.config.ShutdownGrace > 0 {
+		err = h.shutDown(ctx, u, h.config.ShutdownGrace)
+	}
+	if err == nil {
+		err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
+			again, err := lookUp(s, u)
+			if err != nil {
+				return err
+			}
+			if who, err = h.identify(s, again); err != nil {
+				return err
+			}
+			return h.removeDomain(ctx, s, again, who)
+		})
+	}
 	if err != nil {
 		if f := judge(err); errors.Is(f.Kind, provider.ErrNotFound) {
 			return f
@@ -84,14 +89,9 @@ func lookUp(s *libvirt.Session, u uuid) (golibvirt.Domain, error) {
 
 // removeDomain removes a domain that is ours. Its files go before it does, so that what fails half way is asked for again.
 // Each step takes it for done when it was done before.
-func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, who identity, grace time.Duration) error {
+func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, who identity) error {
 	if !who.ours {
 		return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
-	}
-	if grace > 0 {
-		if err := shutDown(ctx, s, dom, grace); err != nil {
-			return err
-		}
 	}
 	if err := s.DomainDestroyFlags(dom, golibvirt.DomainDestroyDefault); err != nil {
 		switch libvirt.Code(err) {
@@ -114,14 +114,30 @@ func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvi
 }
 
 // shutDown asks the guest to switch itself off and waits as long as grace. The power button is pressed, since asking the
-// guest agent blocks for 30 s when that hangs.
-func shutDown(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, grace time.Duration) error {
-	err := s.DomainShutdownFlags(dom, golibvirt.DomainShutdownAcpiPowerBtn)
-	if err != nil {
-		if libvirt.Code(err) == 0 {
+// guest agent blocks for 30 s when that hangs. Meanwhile it holds no session: there are few, and many guests may be waited for.
+func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error {
+	var dom golibvirt.Domain
+	asked := false
+	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) (err error) {
+		if dom, err = lookUp(s, u); err != nil {
 			return err
 		}
-		return nil // not running, or it can't
+		who, err := h.identify(s, dom)
+		if err != nil {
+			return err
+		}
+		if !who.ours {
+			return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
+		}
+		err = s.DomainShutdownFlags(dom, golibvirt.DomainShutdownAcpiPowerBtn)
+		asked = err == nil
+		if libvirt.Code(err) != 0 {
+			return nil // not running, or it can't
+		}
+		return err
+	})
+	if err != nil || !asked {
+		return err
 	}
 	deadline := time.NewTimer(grace)
 	defer deadline.Stop()
@@ -135,15 +151,17 @@ func shutDown(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, gra
 			return nil
 		case <-poll.C:
 		}
-		state, _, err := s.DomainGetState(dom, 0)
-		if err != nil {
-			if libvirt.Code(err) == golibvirt.ErrNoDomain {
+		off := false
+		err := h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+			state, _, err := s.DomainGetState(dom, 0)
+			off = libvirt.Code(err) == golibvirt.ErrNoDomain || err == nil && golibvirt.DomainState(state) == golibvirt.DomainShutoff
+			if off {
 				return nil
 			}
 			return err
-		}
-		if golibvirt.DomainState(state) == golibvirt.DomainShutoff {
-			return nil
+		})
+		if err != nil || off {
+			return err
 		}
 	}
 }
@@ -174,12 +192,14 @@ func removeFiles(ctx context.Context, s *libvirt.Session, poolName, prefix strin
 }
 
 func deleteVolume(s *libvirt.Session, v golibvirt.StorageVol) error {
-	err := s.StorageVolDelete(v, 0)
-	if libvirt.Code(err) == golibvirt.ErrNoStorageVol {
-		return nil
+	if err := s.StorageVolDelete(v, 0); err != nil && !gone(err) {
+		return err
 	}
-	if libvirt.Code(err) == golibvirt.ErrSystemError && strings.Contains(err.Error(), "No such file") {
-		return nil
-	}
-	return err
+	return nil
+}
+
+// gone reports whether err says that a volume is not there.
+func gone(err error) bool {
+	return libvirt.Code(err) == golibvirt.ErrNoStorageVol ||
+		libvirt.Code(err) == golibvirt.ErrSystemError && strings.Contains(err.Error(), "No such file")
 }

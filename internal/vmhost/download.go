@@ -14,6 +14,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -61,6 +62,7 @@ type source struct {
 	validator string // for If-Range
 	offset    int64
 	total     int64 // -1 when the server does not say
+	unsure    bool  // the server does not say where the image ends
 	fruitless int
 	broke     error // why it was not taken up again
 	ended     error
@@ -138,6 +140,10 @@ func (s *source) accept(resp *http.Response) error {
 		return fault(provider.ErrPermanent, provider.ReasonImageNotFound, "get %s: %s", s.shown, resp.Status)
 	case s.offset == 0 && resp.StatusCode == http.StatusOK:
 		s.total = resp.ContentLength
+		// Then the end of the connection is that of the image, and a broken one looks the same.
+		if s.unsure = s.total < 0 && resp.ProtoMajor < 2 && !resp.Uncompressed && !slices.Contains(resp.TransferEncoding, "chunked"); s.unsure && s.want == "" {
+			return fault(provider.ErrUnavailable, provider.ReasonUnsupported, "get %s: the server does not say how long the image is, so a part of it could be taken for the whole; want a server that does, or a digest", s.shown)
+		}
 		if tag := resp.Header.Get("ETag"); tag != "" && !strings.HasPrefix(tag, "W/") {
 			s.validator = tag
 		} else {
@@ -222,6 +228,10 @@ func (s *source) end(err error) { s.ended = err }
 func (s *source) verify() error {
 	algorithm, digest, declared := strings.Cut(s.want, ":")
 	got := hex.EncodeToString(s.sum.Sum(nil))
+	if declared && got != digest && s.unsure {
+		return fault(provider.ErrUnavailable, provider.ReasonImageNotFound,
+			"%s has %s %s after %d bytes, and the configuration says %s; the connection may have broken before the end, which the server does not let us see", s.shown, algorithm, got, s.offset, digest)
+	}
 	if declared && got != digest {
 		return fault(provider.ErrPermanent, provider.ReasonImageNotFound,
 			"%s has %s %s, and the configuration says %s; if the image was meant to change, give it a new name in Images with the new digest", s.shown, algorithm, got, digest)

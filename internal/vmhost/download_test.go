@@ -81,6 +81,30 @@ func TestAnImageIsReadWholeWithAndWithoutItsLength(t *testing.T) {
 	})
 }
 
+func TestWhatEndsWithTheConnectionIsNotTakenForWhole(t *testing.T) {
+	withWeb(t, func(t *testing.T, w *web) {
+		length := len(payload) / 2
+		w.mux.HandleFunc("/image", func(rw http.ResponseWriter, r *http.Request) {
+			conn, _, err := rw.(http.Hijacker).Hijack()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer conn.Close()
+			_, _ = conn.Write([]byte("HTTP/1.0 200 OK\r\n\r\n"))
+			_, _ = conn.Write(payload[:length])
+		})
+		_, _, err := w.download(t.Context(), Image{})
+		wantKind(t, (&Host{}).wrap("create", "", err), provider.ErrUnavailable, provider.ReasonUnsupported, "or a digest")
+		_, _, err = w.download(t.Context(), Image{SHA256: sum(payload)})
+		wantKind(t, (&Host{}).wrap("create", "", err), provider.ErrUnavailable, provider.ReasonImageNotFound, "may have broken before the end")
+		length = len(payload)
+		if b, _, err := w.download(t.Context(), Image{SHA256: sum(payload)}); err != nil || !bytes.Equal(b, payload) {
+			t.Errorf("%d bytes, %v", len(b), err)
+		}
+	})
+}
+
 func TestADownloadThatBreaksOffGoesOnWhereItWas(t *testing.T) {
 	withWeb(t, func(t *testing.T, w *web) {
 		w.mux.HandleFunc("/image", func(rw http.ResponseWriter, r *http.Request) {

@@ -2,8 +2,13 @@ package vmhost
 
 import (
 	"context"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"math/rand/v2"
 	"path"
 	"strings"
+	"time"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
 
@@ -41,7 +46,7 @@ func (h *Host) Evict(ctx context.Context, keep func(image string) bool) ([]strin
 				h.log().Info("image evicted", "image", image)
 			}
 		}
-		return nil
+		return h.evictOrphans(s, pool)
 	})
 	return gone, h.wrap("evict", "", err)
 }
@@ -90,6 +95,77 @@ func (h *Host) evict(ctx context.Context, s *libvirt.Session, pool golibvirt.Sto
 		return false, err
 	}
 	return true, deleteVolume(s, dataVol)
+}
+
+// evictOrphans deletes data that stands under no base and was not written to for a while: of fetches and evictions that were cut
+// short. The next fetch of the same base would do it too, but may never come.
+func (h *Host) evictOrphans(s *libvirt.Session, pool golibvirt.StoragePool) error {
+	volumes, _, err := s.StoragePoolListAllVolumes(pool, 1, 0)
+	if err != nil {
+		return err
+	}
+	names := map[string]bool{}
+	for _, vol := range volumes {
+		names[vol.Name] = true
+	}
+	var now time.Time
+	for _, vol := range volumes {
+		d, ok := parseDataName(vol.Name)
+		if !ok || d.maker != short(h.config.Maker) || !strings.HasPrefix(d.base, h.config.BasePrefix) {
+			continue
+		}
+		h.mu.Lock()
+		busy := h.using[d.base] > 0
+		h.mu.Unlock()
+		used, err := isBacking(s, volumes, vol)
+		if err == nil && !used && !names[volumeName(d.base)] {
+			// Should the base have been lost under a disk, it can be made anew as long as the data is there.
+			used, err = isBacking(s, volumes, golibvirt.StorageVol{Name: volumeName(d.base), Key: volumeName(d.base)})
+		}
+		if err != nil {
+			return err
+		}
+		if busy || used {
+			continue
+		}
+		v, err := volume(s, vol)
+		if libvirt.Code(err) != 0 {
+			continue // gone since
+		}
+		if err != nil {
+			return err
+		}
+		if now.IsZero() {
+			if now, err = h.hostTime(s, pool, d); err != nil {
+				return err
+			}
+		}
+		if m := modified(v); m.IsZero() || now.Sub(m) < staleAfter {
+			continue
+		}
+		h.log().Info("deleting an image that was never finished", "volume", vol.Name)
+		if err := deleteVolume(s, vol); err != nil {
+			return err
+		}
+		h.mu.Lock()
+		delete(h.mine, vol.Name)
+		h.mu.Unlock()
+	}
+	return nil
+}
+
+// hostTime tells what time it is on the host by a new file, whose name is like that of d, so that it is an orphan too should it stay.
+func (h *Host) hostTime(s *libvirt.Session, pool golibvirt.StoragePool, d dataName) (time.Time, error) {
+	d.nonce = hex.EncodeToString(binary.BigEndian.AppendUint32(nil, rand.Uint32()))
+	vol, err := makeRaw(s, pool, d.String(), 0)
+	if err != nil {
+		return time.Time{}, err
+	}
+	v, err := volume(s, vol)
+	if err := errors.Join(err, deleteVolume(s, vol)); err != nil {
+		return time.Time{}, err
+	}
+	return modified(v), nil
 }
 
 // inUse reports whether any volume of the pool stands on vol.

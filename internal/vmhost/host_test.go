@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -637,6 +638,32 @@ func TestAGuestHasItsGraceToShutDown(t *testing.T) {
 		}
 		if d := took(false); d != 20*time.Second {
 			t.Errorf("a guest that does not was given %s", d)
+		}
+	})
+}
+
+func TestGuestsThatAreWaitedForKeepNobodyElseWaiting(t *testing.T) {
+	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = time.Minute }, func(t *testing.T, r *rig) {
+		var ids []string
+		for i := range 20 {
+			ids = append(ids, r.create(t, fmt.Sprintf("p%d", i), spec()).ID)
+		}
+		var all sync.WaitGroup
+		for _, id := range ids {
+			all.Go(func() {
+				if err := r.Delete(t.Context(), id); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		time.Sleep(time.Second) // of fake time
+		begin := time.Now()
+		if list, err := r.List(t.Context(), "own"); err != nil || len(list) != len(ids) || time.Since(begin) > time.Second {
+			t.Errorf("%d instances, %v, after %s", len(list), err, time.Since(begin))
+		}
+		all.Wait()
+		if took := time.Since(begin); took > time.Minute {
+			t.Errorf("the guests were waited for one after the other: %s", took)
 		}
 	})
 }

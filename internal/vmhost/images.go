@@ -28,6 +28,9 @@ const (
 	// staleAfter is how long data that nobody published may lie untouched before somebody else removes it. A download that
 	// stands still is given up after stallTimeout.
 	staleAfter = 15 * time.Minute
+	// uploadStall is how long the host may take nothing of an upload. Storage that hangs would otherwise hold one of the few
+	// uploads for ever, while libvirt itself answers; a disk that is slow to flush what it took is given its time.
+	uploadStall = 5 * time.Minute
 	// discardTimeout bounds the removal of data that is not going to be published.
 	discardTimeout = 5 * time.Second
 	// getPhysical makes StorageVolGetInfoFlags return the size of the file (VIR_STORAGE_VOL_GET_PHYSICAL).
@@ -106,10 +109,10 @@ func (h *Host) base(ctx context.Context, plan *Plan, owner string) (*base, error
 
 // fetch is one image on its way.
 type fetch struct {
-	digest string // what was declared
-	done   chan struct{}
-	base   *base
-	err    error
+	image Image // what was declared
+	done  chan struct{}
+	base  *base
+	err   error
 }
 
 func (h *Host) awaitFetch(ctx context.Context, name string, plan *Plan, owner string) (*base, error) {
@@ -134,13 +137,18 @@ func (h *Host) awaitFetch(ctx context.Context, name string, plan *Plan, owner st
 	}
 	select {
 	case <-f.done:
-		if f.err != nil {
-			return nil, judge(f.err)
+		if f.image == plan.Image {
+			if f.err != nil {
+				return nil, judge(f.err)
+			}
+			return f.base, nil
 		}
-		if f.digest != digestTag(plan.Image) {
-			return h.findBase(ctx, name, plan) // it was fetched for somebody who wanted something else
+		// It was fetched for somebody who wanted something else, of whose mistakes nothing follows.
+		found, err := h.findBase(ctx, name, plan)
+		if err == nil && found == nil {
+			err = fault(provider.ErrUnavailable, provider.ReasonImageNotFound, "the image %s was on its way as another spec has it, and did not get there; try again", name)
 		}
-		return f.base, nil
+		return found, err
 	case <-ctx.Done():
 		return nil, fault(provider.ErrUnavailable, provider.ReasonTimeout, "the image %s is still on its way to the host, and goes on: %v", name, context.Cause(ctx))
 	}
@@ -153,7 +161,7 @@ func (h *Host) joinFetch(name string, plan *Plan) (f *fetch, first bool) {
 	if f := h.fetches[name]; f != nil {
 		return f, false
 	}
-	f = &fetch{digest: digestTag(plan.Image), done: make(chan struct{})}
+	f = &fetch{image: plan.Image, done: make(chan struct{})}
 	h.fetches[name] = f
 	return f, true
 }
@@ -376,7 +384,16 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		return nil, size, err
 	}
 	limited := &limit{content, free}
-	if err := h.do(ctx, func(_ context.Context, s *libvirt.Session) error { return upload(s, vol, limited) }); err != nil {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	err = h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
+		stall := time.AfterFunc(uploadStall, func() {
+			cancel(fault(provider.ErrUnavailable, provider.ReasonTimeout, "the host has taken nothing of the image for %s: does the storage pool %s hang?", uploadStall, h.config.Pool))
+		})
+		defer stall.Stop()
+		return upload(s, vol, &watchedReader{limited, stall})
+	})
+	if err != nil {
 		return nil, sizes{}, err
 	}
 	size := sizes{content.read, content.capacity}
@@ -384,6 +401,20 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		size.capacity = uint64(content.read)
 	}
 	return nil, size, nil
+}
+
+// watchedReader has a timer run from when something was given to when more is asked for: how long the source may take is its own
+// to say.
+type watchedReader struct {
+	io.Reader
+	timer *time.Timer
+}
+
+func (w *watchedReader) Read(p []byte) (int, error) {
+	w.timer.Stop()
+	n, err := w.Reader.Read(p)
+	w.timer.Reset(uploadStall)
+	return n, err
 }
 
 // limit fails when more comes than there is room for.
@@ -449,13 +480,16 @@ func (h *Host) sweep(s *libvirt.Session, pool golibvirt.StoragePool, current dat
 	return nil
 }
 
-// isBacking reports whether any of volumes stands on vol.
+// isBacking reports whether any of volumes stands on vol, or may: one that is there and can't be read could.
 func isBacking(s *libvirt.Session, volumes []golibvirt.StorageVol, vol golibvirt.StorageVol) (bool, error) {
 	for _, other := range volumes {
 		v, err := volume(s, other)
 		if err != nil {
+			if gone(err) {
+				continue
+			}
 			if libvirt.Code(err) != 0 {
-				continue // gone since
+				return true, nil
 			}
 			return false, err
 		}

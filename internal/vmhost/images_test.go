@@ -367,6 +367,31 @@ func TestAFetchGoesOnWhenItsCallerHasGone(t *testing.T) {
 	})
 }
 
+func TestAWrongDigestIsNotHeldAgainstACreateThatDeclaresAnother(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		withDigest := func(digest string) provider.Spec {
+			s := spec()
+			s.Image, s.Options = "https://images.example/disk.qcow2", map[string]string{OptionSHA256: digest}
+			return s
+		}
+		r.peer.Inject(libvirttest.Fault{Procedure: "StoragePoolRefresh", Times: 1, Delay: time.Minute})
+		failed := make(chan error)
+		go func() {
+			_, err := r.Create(t.Context(), request("wrong", withDigest(sum(nil))), "")
+			failed <- err
+		}()
+		time.Sleep(time.Second) // of fake time
+		// The operator has corrected the digest while the image was on its way.
+		right := request("right", withDigest(sum(qcow2(1<<30, imageBytes))))
+		_, err := r.Create(t.Context(), right, "")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonImageNotFound, "as another spec has it")
+		wantKind(t, <-failed, provider.ErrPermanent, provider.ReasonImageNotFound, sum(nil))
+		if _, err := r.Create(t.Context(), right, ""); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func TestUploadsAreBounded(t *testing.T) {
 	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.Uploads = make(chan struct{}, 1) }, func(t *testing.T, r *rig) {
 		r.config.Uploads <- struct{}{}
@@ -379,6 +404,22 @@ func TestUploadsAreBounded(t *testing.T) {
 		}
 		<-r.config.Uploads
 		r.create(t, "a", spec())
+	})
+}
+
+func TestAnUploadThatTheHostNeverTakesIsGivenUp(t *testing.T) {
+	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.Uploads = make(chan struct{}, 1) }, func(t *testing.T, r *rig) {
+		r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolUpload", Times: 1, Hang: true})
+		begin := time.Now()
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrUnavailable, provider.ReasonTimeout, "does the storage pool default hang?")
+		if took := time.Since(begin); took != uploadStall {
+			t.Errorf("it was given up after %s", took)
+		}
+		r.create(t, "a", spec())
+		if b := r.bases(); len(b) != 2 {
+			t.Errorf("on the host: %q", b)
+		}
 	})
 }
 
@@ -423,6 +464,22 @@ func TestBasesAreEvictedUnlessTheyAreUsedOrKept(t *testing.T) {
 	})
 }
 
+func TestABaseIsNotEvictedWhenADiskCantBeRead(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "a", spec())
+		want := r.bases()
+		// From one volume on none can be read, among them the disk.
+		for skip := range 6 {
+			mend := r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolGetXMLDesc", Skip: skip, Code: golibvirt.ErrSystemError, Message: "cannot open volume: Input/output error"})
+			_, _ = r.Evict(t.Context(), func(string) bool { return false }) // it may fail
+			mend()
+			if b := r.bases(); !slices.Equal(b, want) {
+				t.Fatalf("volumes from number %d on can't be read: left %q of %q", skip, b, want)
+			}
+		}
+	})
+}
+
 func TestABaseIsNotEvictedUnderACreateThatHasFoundIt(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		x := r.create(t, "first", spec())
@@ -437,6 +494,42 @@ func TestABaseIsNotEvictedUnderACreateThatHasFoundIt(t *testing.T) {
 			t.Errorf("evicted %q, %v", gone, err)
 		}
 		<-made
+	})
+}
+
+func TestDataThatNoFetchComesForIsEvictedWhenItIsOld(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		evict := func() error {
+			_, err := r.Evict(t.Context(), func(string) bool { return false })
+			return err
+		}
+		// An eviction that is cut off after the base's name is gone leaves the data.
+		x := r.create(t, "a", spec())
+		if err := r.Delete(t.Context(), x.ID); err != nil {
+			t.Fatal(err)
+		}
+		r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolDelete", Skip: 1, Times: 1, Cut: true})
+		if err := evict(); err == nil {
+			t.Error("it was not cut off")
+		}
+		used := dataName{"base-used", short("kvm"), undeclared, short("else/home"), "00000001"}
+		under := dataName{"base-under", short("kvm"), undeclared, short("else/home"), "00000002"}
+		theirs := dataName{"base-theirs", short("kvm2 fleet"), undeclared, short("own/home"), "00000003"}
+		fresh := dataName{"base-fresh", short("kvm"), undeclared, short("else/home"), "00000004"}
+		for _, d := range []dataName{used, under, theirs} {
+			r.peer.AddVolume(libvirttest.Volume{Name: d.String(), Content: []byte("part")})
+		}
+		r.peer.AddVolume(libvirttest.Volume{Name: "used.qcow2", Format: "qcow2", Backing: folder + used.String(), BackingFormat: "raw"})
+		r.peer.AddVolume(libvirttest.Volume{Name: "under.qcow2", Format: "qcow2", Backing: folder + volumeName(under.base), BackingFormat: "qcow2"})
+		time.Sleep(staleAfter) // of fake time
+		r.peer.AddVolume(libvirttest.Volume{Name: fresh.String(), Content: []byte("part")})
+		if err := evict(); err != nil {
+			t.Error(err)
+		}
+		want := []string{fresh.String(), theirs.String(), under.String(), used.String()}
+		if b := r.bases(); !slices.Equal(b, want) {
+			t.Errorf("left %q, want %q", b, want)
+		}
 	})
 }
 

@@ -62,6 +62,14 @@ func (h *Host) GroupOf(id string) string {
 	return h.known[u].Group
 }
 
+// HalfMade reports whether a listed instance was never finished.
+func (h *Host) HalfMade(id string) bool {
+	u, ok := parseUUID(id)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return ok && h.known[u].ours && h.known[u].Made == ""
+}
+
 func parameter(params []golibvirt.TypedParam, name string) int32 {
 	for _, p := range params {
 		if p.Field != name {
