@@ -69,11 +69,14 @@ func serve(t *testing.T, h *testhost.Host, content []byte) string {
 	})) + "/idle.img"
 }
 
+// keepalive is short, and long enough for a busy machine.
+const keepalive = 4 * time.Second
+
 // configOf is a provider of idle guests on h.
 func configOf(t *testing.T, h *testhost.Host) kvm.Config {
 	idle := testhost.IdleImage()
 	return kvm.Config{
-		Name: "home", URI: h.URI(), SSH: kvm.SSH{KnownHosts: []string{h.KnownHosts()}, KeyFiles: []string{h.KeyFile()}, KeepaliveInterval: 4 * time.Second},
+		Name: "home", URI: h.URI(), SSH: kvm.SSH{KnownHosts: []string{h.KnownHosts()}, KeyFiles: []string{h.KeyFile()}, KeepaliveInterval: keepalive},
 		Images: map[string]kvm.Image{"idle": {URL: serve(t, h, idle), SHA256: sum(idle), Format: "raw", Firmware: kvm.FirmwareBIOS}}, AllowEmulation: true,
 		MinFreeGiB: -1,
 		Logger:     slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelDebug})),

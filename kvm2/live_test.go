@@ -207,7 +207,9 @@ func TestLiveConformanceWithSeveralHosts(t *testing.T) {
 		Patience: 20 * time.Second, Parallel: 6,
 		New: func(t *testing.T) providertest.Harness {
 			t.Cleanup(func() { nothingLeft(t, hosts) })
-			p := open(t, configOf(t, hosts))
+			config := configOf(t, hosts)
+			config.ListTimeout = 8 * time.Second // a daemon that was restarted takes its time
+			p := open(t, config)
 			invalid := idleSpec()
 			invalid.Placement.Host = "no-such-host"
 			each := func(t *testing.T, command string) {
