@@ -348,10 +348,7 @@ func (p *Provider) clone(ctx context.Context, c candidate, req provider.CreateRe
 		k := known{name: req.Name, ours: true, mark: req.Mark, note: n, at: time.Now()}
 		p.remember(vmid, k)
 		err = p.run(ctx, c.source, request{method: http.MethodPost, path: fmt.Sprintf("/nodes/%s/qemu/%d/clone", c.source, c.template), body: body}, p.config.CloneTimeout)
-		f := &fault{}
-		if err != nil {
-			f = classify(err)
-		}
+		f := classifyNil(err)
 		if err == nil || f.ambiguous {
 			if proof := p.prove(ctx, c.node.Name, h, f.ambiguous); proof == nil {
 				p.letGo(vmid)
@@ -515,14 +512,6 @@ func (p *Provider) upload(ctx context.Context, node string, h handle, image []by
 		}
 	}
 	return err
-}
-
-// classifyNil is classify for an error that may be nil.
-func classifyNil(err error) *fault {
-	if err == nil {
-		return &fault{}
-	}
-	return classify(err)
 }
 
 // seedSize returns the size of the seed on a node; -1 when there is none.

@@ -101,6 +101,14 @@ func classify(err error) *fault {
 	return f
 }
 
+// classifyNil is classify for an error that may be nil.
+func classifyNil(err error) *fault {
+	if err == nil {
+		return &fault{}
+	}
+	return classify(err)
+}
+
 func isCertificate(err error) bool {
 	_, verification := errors.AsType[*tls.CertificateVerificationError](err)
 	_, authority := errors.AsType[x509.UnknownAuthorityError](err)

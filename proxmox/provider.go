@@ -448,10 +448,7 @@ func (p *Provider) owners(ctx context.Context, seen *view) ([]vm, error) {
 			k, r, err := p.owner(ctx, r)
 			mu.Lock()
 			defer mu.Unlock()
-			f := &fault{}
-			if err != nil {
-				f = classify(err)
-			}
+			f := classifyNil(err)
 			switch {
 			case err == nil:
 				found = append(found, vm{r, k})
