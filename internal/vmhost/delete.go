@@ -48,7 +48,7 @@ func (h *Host) delete(ctx context.Context, id string) error {
 			if err != nil {
 				return err
 			}
-			if who, err = h.identify(s, again); err != nil {
+			if who, err = h.whose(s, again); err != nil {
 				return err
 			}
 			return h.removeDomain(ctx, s, again, who)
@@ -70,7 +70,7 @@ func (h *Host) find(ctx context.Context, u uuid) (dom golibvirt.Domain, who iden
 		if dom, err = lookUp(s, u); err != nil {
 			return err
 		}
-		who, err = h.identify(s, dom)
+		who, err = h.whose(s, dom)
 		return err
 	})
 	if err == nil && !who.ours {
@@ -93,24 +93,59 @@ func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvi
 	if !who.ours {
 		return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
 	}
-	if err := s.DomainDestroyFlags(dom, golibvirt.DomainDestroyDefault); err != nil {
-		switch libvirt.Code(err) {
-		case golibvirt.ErrNoDomain, golibvirt.ErrOperationInvalid: // gone, or not running
-		default:
-			return err
-		}
+	if err := destroy(s, dom); err != nil {
+		return err
 	}
 	if err := removeFiles(ctx, s, who.Pool, who.Prefix); err != nil {
 		return err
 	}
-	if err := s.DomainUndefineFlags(dom, undefineFlags); err != nil && libvirt.Code(err) != golibvirt.ErrNoDomain {
-		return err
-	}
+	err := undefine(ctx, s, dom, who)
 	h.mu.Lock()
 	delete(h.known, dom.UUID)
 	delete(h.agent, dom.UUID)
 	h.mu.Unlock()
-	return nil
+	return err
+}
+
+// undefine takes a domain's definition away, after which nobody can start it. Had somebody done so since it was destroyed (an
+// operator, or libvirt-guests) it runs on without one, so it is looked for once more. As before, its files go first.
+func undefine(ctx context.Context, s *libvirt.Session, dom golibvirt.Domain, who identity) error {
+	refused := s.DomainUndefineFlags(dom, undefineFlags)
+	if libvirt.Code(refused) == golibvirt.ErrNoDomain {
+		return nil
+	}
+	// That is also the answer when somebody else has undefined it and it runs.
+	if refused != nil && libvirt.Code(refused) != golibvirt.ErrOperationInvalid {
+		return refused
+	}
+	_, _, err := s.DomainGetState(dom, 0)
+	if libvirt.Code(err) == golibvirt.ErrNoDomain {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := removeFiles(ctx, s, who.Pool, who.Prefix); err != nil {
+		return err
+	}
+	if err := destroy(s, dom); err != nil || refused == nil {
+		return err
+	}
+	err = s.DomainUndefineFlags(dom, undefineFlags)
+	if libvirt.Code(err) == golibvirt.ErrNoDomain {
+		return nil
+	}
+	return err
+}
+
+// destroy switches a domain off that may be off or gone.
+func destroy(s *libvirt.Session, dom golibvirt.Domain) error {
+	err := s.DomainDestroyFlags(dom, golibvirt.DomainDestroyDefault)
+	switch libvirt.Code(err) {
+	case golibvirt.ErrNoDomain, golibvirt.ErrOperationInvalid: // gone, or not running
+		return nil
+	}
+	return err
 }
 
 // shutDown asks the guest to switch itself off and waits as long as grace. The power button is pressed, since asking the
@@ -122,7 +157,7 @@ func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error 
 		if dom, err = lookUp(s, u); err != nil {
 			return err
 		}
-		who, err := h.identify(s, dom)
+		who, err := h.whose(s, dom)
 		if err != nil {
 			return err
 		}

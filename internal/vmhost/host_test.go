@@ -230,6 +230,152 @@ func TestADeleteMayFailAtEachCall(t *testing.T) {
 	}
 }
 
+// startedMeanwhile has somebody start the domain of x right before a call of that name. QEMU makes its log anew.
+func (r *rig) startedMeanwhile(x provider.Instance, call string) {
+	r.peer.Inject(libvirttest.Fault{Procedure: call, Times: 1, Do: func() {
+		r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State = golibvirt.DomainRunning })
+		id, _ := parseUUID(x.ID)
+		r.peer.AddVolume(libvirttest.Volume{Name: logName(prefixOf(x.Name, id)), Unseen: true})
+	}})
+}
+
+// again returns what a process that starts now makes of the same host.
+func (r *rig) again(t *testing.T) *Host {
+	t.Helper()
+	h, err := New(r.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = h.Close() }) // always nil
+	return h
+}
+
+func TestWhatSomebodyStartsWhileItIsDeletedIsDeletedToo(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		for _, call := range []string{"StoragePoolLookupByName", "StoragePoolListAllVolumes", "StorageVolDelete", "DomainUndefineFlags"} {
+			x := r.create(t, "a", spec())
+			r.startedMeanwhile(x, call)
+			if err := r.Delete(t.Context(), x.ID); err != nil {
+				t.Errorf("before %s: %v", call, err)
+			}
+			if left := r.left(); len(left) > 0 {
+				t.Errorf("before %s: left %q", call, left)
+			}
+			r.peer.Mend()
+		}
+		// An ordinary one costs one question more.
+		x := r.create(t, "a", spec())
+		calls := r.procedures(func() {
+			if err := r.Delete(t.Context(), x.ID); err != nil {
+				t.Error(err)
+			}
+		})
+		if i := slices.Index(calls, "DomainUndefineFlags"); !slices.Equal(calls[i:], []string{"DomainUndefineFlags", "DomainGetState"}) {
+			t.Errorf("an ordinary delete ends with %q", calls[i:])
+		}
+	})
+}
+
+// Another process may have undefined it in between, or somebody have put a definition back.
+func TestADomainThatIsUndefinedBySomebodyElseTooIsDeleted(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		refusal := libvirttest.Fault{
+			Procedure: "DomainUndefineFlags", Times: 1, Code: golibvirt.ErrOperationInvalid, Message: "Requested operation is not valid: cannot undefine transient domain",
+		}
+		x := r.create(t, "a", spec())
+		refusal.Do = func() {
+			r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State, d.Transient = golibvirt.DomainRunning, true })
+		}
+		r.peer.Inject(refusal)
+		if err := r.Delete(t.Context(), x.ID); err != nil || len(r.left()) > 0 {
+			t.Errorf("%v, left %q", err, r.left())
+		}
+		x = r.create(t, "a", spec())
+		refusal.Do = nil // it was undefined, refused that, and defined anew
+		r.peer.Inject(refusal)
+		if err := r.Delete(t.Context(), x.ID); err != nil || len(r.left()) > 0 {
+			t.Errorf("%v, left %q", err, r.left())
+		}
+		// What libvirt will not undefine at all is said.
+		x = r.create(t, "a", spec())
+		refusal.Times, refusal.Message = 0, "Requested operation is not valid: cannot undefine it"
+		mend := r.peer.Inject(refusal)
+		wantKind(t, r.Delete(t.Context(), x.ID), provider.ErrUnavailable, provider.ReasonUnknown, "cannot undefine it")
+		mend()
+		if err := r.Delete(t.Context(), x.ID); err != nil || len(r.left()) > 0 {
+			t.Errorf("%v, left %q", err, r.left())
+		}
+	})
+}
+
+// A delete that is cut short right after the undefine leaves a domain that runs without a definition. The next process, which
+// knows nothing of it, finds it by what its running state says.
+func TestADomainWithoutDefinitionIsListedAsFailedAndDeleted(t *testing.T) {
+	for how, f := range map[string]libvirttest.Fault{
+		"answer lost": {Procedure: "DomainUndefineFlags", Lose: true}, "cut after": {Procedure: "DomainGetState", Cut: true},
+	} {
+		inBubble(t, nil, func(t *testing.T, r *rig) {
+			r.create(t, "other", spec())
+			x := r.create(t, "a", spec())
+			r.startedMeanwhile(x, "StoragePoolLookupByName")
+			r.peer.Inject(f)
+			wantKind(t, r.Delete(t.Context(), x.ID), provider.ErrOutcomeUnknown, provider.ReasonUnreachable, "")
+			r.peer.Mend()
+			next := r.again(t)
+			for _, h := range []*Host{next, next, r.Host} {
+				all, err := h.List(t.Context(), "own")
+				if err != nil || len(all) != 2 || all[0].ID != x.ID || all[0].State != provider.StateFailed || !strings.Contains(all[0].Message, "without a definition") {
+					t.Fatalf("%s: listed %+v, %v", how, all, err)
+				}
+				if got, err := h.Get(t.Context(), x.ID); err != nil || got != all[0] || !h.HalfMade(x.ID) {
+					t.Errorf("%s: got %+v, %v", how, got, err)
+				}
+			}
+			if err := next.Delete(t.Context(), x.ID); err != nil {
+				t.Errorf("%s: %v", how, err)
+			}
+			if left := r.left(); len(left) != 4 { // the other, with its three files
+				t.Errorf("%s: left %q", how, left)
+			}
+		})
+	}
+}
+
+func TestOnlyWhatRunsWithoutADefinitionIsKnownByItsRunningState(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		transient := func(d *libvirttest.Domain) { d.Transient = true }
+		listed := func(what string, want int) {
+			t.Helper()
+			next := r.again(t)
+			for range 2 {
+				if all, err := next.List(t.Context(), "own"); err != nil || len(all) != want {
+					t.Errorf("%s: listed %+v, %v", what, all, err)
+				}
+			}
+		}
+		listed("as it was made", 1)
+		r.peer.ChangeDomain(x.Name, transient)
+		listed("without a definition", 1)
+		r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State = golibvirt.DomainPaused })
+		listed("on its way here by a migration", 0)
+		mark := r.peer.Domains()[0].Metadata
+		r.peer.AddDomain("own--copy--1")
+		r.peer.ChangeDomain("own--copy--1", func(d *libvirttest.Domain) { d.State, d.Transient, d.Metadata = golibvirt.DomainRunning, true, mark })
+		r.peer.AddDomain("own--theirs--1")
+		r.peer.ChangeDomain("own--theirs--1", func(d *libvirttest.Domain) { d.State, d.Transient = golibvirt.DomainRunning, true })
+		r.peer.AddDomain("own--adopted--1")
+		r.peer.ChangeDomain("own--adopted--1", func(d *libvirttest.Domain) { d.State = golibvirt.DomainRunning })
+		r.peer.AddDomain("theirs")
+		r.peer.ChangeDomain("theirs", func(d *libvirttest.Domain) { d.State, d.Transient = golibvirt.DomainRunning, true })
+		listed("others'", 0)
+		r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State, d.Transient = golibvirt.DomainRunning, false })
+		if all, err := r.again(t).List(t.Context(), "own"); err != nil || len(all) != 1 || all[0].State != provider.StateRunning {
+			t.Errorf("defined anew, it is listed as %+v, %v", all, err)
+		}
+	})
+}
+
 func TestWhatACrashLeavesHalfMadeIsListedAsFailedAndMadeAnew(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		r.create(t, "first", spec())

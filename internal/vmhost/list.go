@@ -2,6 +2,7 @@ package vmhost
 
 import (
 	"context"
+	"strings"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
 
@@ -30,7 +31,7 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 		seen := make(map[uuid]bool, len(records))
 		for _, r := range records {
 			seen[r.Dom.UUID] = true
-			who, err := h.identify(s, r.Dom)
+			who, err := h.whose(s, r.Dom)
 			if libvirt.Code(err) == golibvirt.ErrNoDomain {
 				continue // gone since
 			}
@@ -40,7 +41,11 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 			if !who.ours || who.mark.Owner != owner {
 				continue
 			}
-			all = append(all, h.describe(r.Dom, who, parameter(r.Params, "state.state"), parameter(r.Params, "state.reason")))
+			state := parameter(r.Params, "state.state")
+			if who.Why == withoutDefinition && golibvirt.DomainState(state) == golibvirt.DomainPaused {
+				continue // on its way here by a migration
+			}
+			all = append(all, h.describe(r.Dom, who, state, parameter(r.Params, "state.reason")))
 		}
 		h.forget(seen)
 		return nil
@@ -49,6 +54,43 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 		return nil, h.wrap("list", "", err)
 	}
 	return all, nil
+}
+
+// withoutDefinition is the Why of a domain that has lost its definition and runs on.
+const withoutDefinition = "runs without a definition: it was started while it was being deleted, or was undefined by hand"
+
+// whose is identify for a domain that may have lost its definition, of which only what runs still carries the mark. Such a
+// domain counts as half made: it is gone with its next stop, and its files would stay. Others' domains are asked again only
+// when they run under a name like ours.
+func (h *Host) whose(s *libvirt.Session, dom golibvirt.Domain) (identity, error) {
+	who, err := h.identify(s, dom)
+	if err != nil || who.ours || dom.ID < 0 || strings.Count(dom.Name, "--") != 2 {
+		return who, err
+	}
+	mark := func(of golibvirt.DomainModificationImpact) (string, error) {
+		return s.DomainGetMetadata(dom, int32(golibvirt.DomainMetadataElement), golibvirt.OptString{metadataURI}, of)
+	}
+	_, err = mark(golibvirt.DomainAffectConfig)
+	switch libvirt.Code(err) {
+	case golibvirt.ErrOperationInvalid:
+	case golibvirt.ErrNoDomainMetadata: // it has a definition, and that is what counts: somebody may have made it theirs
+		return identity{}, nil
+	default:
+		return identity{}, err
+	}
+	text, err := mark(golibvirt.DomainAffectLive)
+	switch libvirt.Code(err) {
+	case golibvirt.ErrNoDomainMetadata, golibvirt.ErrOperationInvalid: // theirs, or stopped since
+		return identity{}, nil
+	}
+	if who = parseRecord(dom.Name, text); err != nil || !strings.HasSuffix(who.Prefix, prefixOf("", dom.UUID)) {
+		return identity{}, err
+	}
+	who.Made, who.Why = "", withoutDefinition
+	h.mu.Lock()
+	h.known[dom.UUID] = who
+	h.mu.Unlock()
+	return who, nil
 }
 
 // GroupOf returns the placement group that a listed instance was made with.
@@ -191,8 +233,11 @@ func (h *Host) describe(dom golibvirt.Domain, who identity, state, reason int32)
 	}
 	if who.Made == "" {
 		x.State, x.Message = provider.StateFailed, "half made by a create that was cut short"
-		if making {
+		switch {
+		case making:
 			x.State, x.Message = provider.StatePending, "being made"
+		case who.Why == withoutDefinition:
+			x.Message = who.Why
 		}
 	}
 	if removing {
