@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -377,6 +378,10 @@ func (p *Provider) wait(ctx context.Context, upid string, timeout time.Duration)
 	}
 }
 
+// untold matches what Proxmox says of a task when its log does not tell how it ended: the worker died, at any point of its work, or
+// the log is gone. Version 9 has the first two, 8 the others.
+var untold = regexp.MustCompile(`^$|^unexpected status$|^unable to (get last line|open file|extract last line|read tail)`)
+
 func (p *Provider) ended(ctx context.Context, upid []string, exit string) error {
 	switch {
 	case exit == "OK":
@@ -387,11 +392,13 @@ func (p *Provider) ended(ctx context.Context, upid []string, exit string) error 
 		return nil
 	}
 	f := &fault{kind: provider.ErrUnavailable, reason: provider.ReasonUnknown, message: shorten(exit)}
+	if untold.MatchString(exit) {
+		f.ambiguous = true
+		f.message = fmt.Sprintf("how task %s ended is not known: %q", upid[5], f.message)
+		return f
+	}
 	classifyText(f, false)
 	f.message = "task " + upid[5] + " failed: " + f.message
-	if exit == "unexpected status" || strings.HasPrefix(exit, "unable to get last line") {
-		f.ambiguous = true // the worker died, at any point of its work
-	}
 	return f
 }
 

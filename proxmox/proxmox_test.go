@@ -29,7 +29,7 @@ const (
 	planted = "planted-in-the-user-data"
 )
 
-// bench is a cluster of three nodes with a template on each, a token with the least privileges, and a provider for it.
+// bench is a cluster of three nodes, or two, with a template on each, a token with the least privileges, and a provider for it.
 type bench struct {
 	testing.TB
 	*fakepve.Cluster
@@ -58,7 +58,11 @@ func open(t testing.TB, fake fakepve.Config, change func(c *fakepve.Cluster, con
 	c := fakepve.New(fake)
 	c.AddToken(tokenID, secret)
 	grant(c, tokenID, fake.Version)
-	for i := range 3 {
+	nodes := 3
+	if len(fake.Nodes) == 2 {
+		nodes = 2
+	}
+	for i := range nodes {
 		c.AddTemplate(fmt.Sprintf("pve%d", i+1), 9000+i, "debian", fakepve.Template{})
 	}
 	b := &bench{TB: t, Cluster: c, logs: &bytes.Buffer{}, before: c.Volumes()}
@@ -67,7 +71,7 @@ func open(t testing.TB, fake fakepve.Config, change func(c *fakepve.Cluster, con
 		Secret: func(context.Context) ([]byte, error) { return []byte(secret + "\n"), nil },
 		Logger: slog.New(slog.NewTextHandler(&locked{w: io.MultiWriter(b.logs, t.Output())}, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
-	for i := range 3 {
+	for i := range nodes {
 		n := fmt.Sprintf("pve%d", i+1)
 		b.config.Nodes = append(b.config.Nodes, proxmox.Node{Name: n, Endpoint: c.URL(n), Labels: map[string]string{"rack": fmt.Sprint(i)}})
 	}

@@ -79,6 +79,7 @@ type Cluster struct {
 	noQuorum   bool
 	mayNotTag  bool
 	slowUpload time.Duration
+	damaged    int            // uploads yet to be
 	clones     map[string]int // under way, by node
 	maxClones  map[string]int
 }

@@ -199,6 +199,13 @@ func (c *Cluster) SlowUploads(d time.Duration) {
 	c.slowUpload = d
 }
 
+// DamageUploads has the next n uploads arrive with as many bytes as were sent and one of them another.
+func (c *Cluster) DamageUploads(n int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.damaged = n
+}
+
 // Template says what a template has besides its name.
 type Template struct {
 	// Storage of its disk. Defaults to local-lvm.

@@ -264,6 +264,12 @@ func (c *Cluster) takeUpload(q *request, m *method, req *http.Request) response 
 	if !ok {
 		return response{status: 400}
 	}
+	c.mu.Lock()
+	if c.damaged > 0 && len(data) > 0 {
+		c.damaged--
+		data[len(data)/2] ^= 1
+	}
+	c.mu.Unlock()
 	q.upload = &upload{data: data}
 	if slow > c.config.IdleTimeout {
 		// The inactivity timer of the connection is not stopped while the handler runs.
