@@ -34,8 +34,10 @@ if [ "${1:-}" = inside ]; then
 		group = "root"
 		security_driver = "none"
 	EOF
-	# A user who may log in and has no right to libvirt's socket.
-	cp /etc/passwd "$folder/passwd"
+	# Root has a home of its own, so that what this machine's root has its shell do at every login is no part of the host. The
+	# visitor may log in and has no right to libvirt's socket.
+	mkdir -p "$folder/home"
+	sed "s#^root:.*#root:x:0:0::$folder/home:/bin/bash#" /etc/passwd >"$folder/passwd"
 	echo 'visitor:*:4242:65534::/:/bin/sh' >>"$folder/passwd"
 	mount --bind "$folder/passwd" /etc/passwd
 	ip link set lo up

@@ -173,7 +173,7 @@ type build struct {
 	identity identity
 }
 
-func (b *build) run(_ context.Context, s *libvirt.Session) error {
+func (b *build) run(ctx context.Context, s *libvirt.Session) error {
 	h, c := b.host, b.host.config
 	pool, folder, err := findPool(s, c.Pool)
 	if err != nil {
@@ -209,7 +209,7 @@ func (b *build) run(_ context.Context, s *libvirt.Session) error {
 	if err != nil {
 		return err
 	}
-	if err := b.makeDisk(s, pool, r); err != nil {
+	if err := b.makeDisk(ctx, s, pool, r); err != nil {
 		return err
 	}
 	if err := uploadSeed(s, pool, seedName(r.Prefix), seed); err != nil {
@@ -350,17 +350,17 @@ func (b *build) setRecord(s *libvirt.Session, dom golibvirt.Domain, r record) er
 }
 
 // makeDisk makes the overlay that the instance writes to.
-func (b *build) makeDisk(s *libvirt.Session, pool golibvirt.StoragePool, r record) error {
+func (b *build) makeDisk(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool, r record) error {
 	size := max(b.base.capacity, b.plan.diskBytes)
 	if b.plan.diskBytes != 0 && b.plan.diskBytes < b.base.capacity {
 		return fault(provider.ErrPermanent, provider.ReasonUnsupported, "DiskGiB %d is less than the image's %d bytes", b.plan.diskBytes>>30, b.base.capacity)
 	}
-	return makeOverlay(s, pool, diskName(r.Prefix), size, b.base.path, formatQcow2)
+	return makeOverlay(ctx, s, pool, diskName(r.Prefix), size, b.base.path, formatQcow2)
 }
 
 // makeOverlay makes an empty qcow2 volume on top of another. The backing format is always said: libvirt takes it for raw
 // otherwise, and the guest for garbage.
-func makeOverlay(s *libvirt.Session, pool golibvirt.StoragePool, name string, size uint64, backing, format string) error {
+func makeOverlay(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool, name string, size uint64, backing, format string) error {
 	v := libvirtxml.StorageVolume{
 		Name: name, Capacity: &libvirtxml.StorageVolumeSize{Unit: "bytes", Value: size}, Allocation: &libvirtxml.StorageVolumeSize{Value: 0},
 		Target:       &libvirtxml.StorageVolumeTarget{Format: &libvirtxml.StorageVolumeTargetFormat{Type: formatQcow2}},
@@ -370,10 +370,28 @@ func makeOverlay(s *libvirt.Session, pool golibvirt.StoragePool, name string, si
 	if err != nil {
 		return err
 	}
-	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+	return patiently(ctx, overlayPatience, 100*time.Millisecond, func() (again bool, err error) {
 		_, err = s.StorageVolCreateXML(pool, text, 0)
 		// While another process has the pool read anew, libvirt does not know the volume below.
-		if libvirt.Code(err) != golibvirt.ErrNoStorageVol || time.Since(begin) > overlayPatience {
+		return libvirt.Code(err) == golibvirt.ErrNoStorageVol, err
+	})
+}
+
+// patiently calls f until it says that calling it again is of no use, with a pause between calls, for as long as patience and
+// ctx last.
+func patiently(ctx context.Context, patience, pause time.Duration, f func() (again bool, err error)) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	for {
+		again, err := f()
+		if !again {
+			return err
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
 			return err
 		}
 	}
@@ -416,21 +434,10 @@ const refreshPatience = 15 * time.Second
 
 // refresh has libvirt read the pool anew. It refuses that while a volume is being made, which takes a moment.
 func refresh(ctx context.Context, s *libvirt.Session, pool golibvirt.StoragePool) error {
-	ctx, cancel := context.WithTimeout(ctx, refreshPatience)
-	defer cancel()
-	for {
-		err := s.StoragePoolRefresh(pool, 0)
-		if libvirt.Code(err) != golibvirt.ErrInternalError || !strings.Contains(err.Error(), "asynchronous jobs") {
-			return err
-		}
-		timer := time.NewTimer(50 * time.Millisecond)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return err
-		}
-	}
+	return patiently(ctx, refreshPatience, 50*time.Millisecond, func() (again bool, err error) {
+		err = s.StoragePoolRefresh(pool, 0)
+		return libvirt.Code(err) == golibvirt.ErrInternalError && strings.Contains(err.Error(), "asynchronous jobs"), err
+	})
 }
 
 // findPool returns an active pool and its folder.

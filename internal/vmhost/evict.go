@@ -78,7 +78,7 @@ func (h *Host) evict(ctx context.Context, s *libvirt.Session, pool golibvirt.Sto
 	// Somebody else's create may have made a disk on it in between. Then the empty overlay is put back: it is the same.
 	used, err := h.inUse(ctx, s, pool, vol)
 	if used {
-		err = makeOverlay(s, pool, vol.Name, bytesOf(v.Capacity), v.BackingStore.Path, v.BackingStore.Format.Type)
+		err = makeOverlay(ctx, s, pool, vol.Name, bytesOf(v.Capacity), v.BackingStore.Path, v.BackingStore.Format.Type)
 		if taken(err) {
 			err = nil
 		}

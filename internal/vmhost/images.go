@@ -6,7 +6,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"io"
 	"path"
 	"strconv"
@@ -22,15 +21,21 @@ import (
 )
 
 const (
-	// packet is how much of an upload is sent at once. Measured over SSH, 256 KiB to 1 MiB are the fastest; the
-	// client's own 4 MiB are half as fast and keep everything else on the connection waiting.
-	packet = 512 << 10
+	// packet is how much of an upload is sent at once. Measured over SSH, 256 KiB are the fastest; the client's own 4 MiB are
+	// half as fast and keep everything else on the connection waiting.
+	packet = 256 << 10
+	// firstPacket is how much is sent before that. libvirtd has memory for packets of more than 128 KiB mapped anew each time,
+	// which takes it four times as long as all it does with them, until its allocator has seen a larger one come and go
+	// (mallopt(3), M_MMAP_THRESHOLD).
+	firstPacket = 1 << 20
 	// staleAfter is how long data that nobody published may lie untouched before somebody else removes it. A download that
 	// stands still is given up after stallTimeout.
 	staleAfter = 15 * time.Minute
 	// uploadStall is how long the host may take nothing of an upload. Storage that hangs would otherwise hold one of the few
 	// uploads for ever, while libvirt itself answers; a disk that is slow to flush what it took is given its time.
 	uploadStall = 5 * time.Minute
+	// hurryTimeout bounds the start of a command that does nothing.
+	hurryTimeout = 2 * time.Second
 	// discardTimeout bounds the removal of data that is not going to be published.
 	discardTimeout = 5 * time.Second
 	// getPhysical makes StorageVolGetInfoFlags return the size of the file (VIR_STORAGE_VOL_GET_PHYSICAL).
@@ -383,6 +388,7 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		size, err := h.pull(ctx, vol, target, image, free)
 		return nil, size, err
 	}
+	h.hurry(ctx)
 	limited := &limit{content, free}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -401,6 +407,24 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		size.capacity = uint64(content.read)
 	}
 	return nil, size, nil
+}
+
+// hurry has sshd set TCP_NODELAY, which it does when it starts a command and not when it forwards to a socket. Without it the
+// host's answers during an upload wait up to 40 ms for an acknowledgement of what it sent before. What becomes of the command
+// does not matter.
+func (h *Host) hurry(ctx context.Context) {
+	ctx, cancel := context.WithTimeoutCause(ctx, hurryTimeout, errors.New("it has been given time enough"))
+	defer cancel()
+	_ = h.pool.Do(ctx, h.config.Target, func(ctx context.Context, conn *libvirt.Conn) error {
+		if conn.SSH() == nil {
+			return nil
+		}
+		command, err := conn.SSH().Start(ctx, "true")
+		if err == nil {
+			_ = command.Close() // always nil
+		}
+		return nil
+	})
 }
 
 // watchedReader has a timer run from when something was given to when more is asked for: how long the source may take is its own
@@ -519,7 +543,7 @@ func (h *Host) publish(ctx context.Context, data dataName, image Image, size siz
 			return fault(provider.ErrUnavailable, provider.ReasonUnknown, "%d bytes were sent and the host has %d", size.bytes, physical)
 		}
 		target := folder + "/" + data.String()
-		err = makeOverlay(s, pool, volumeName(data.base), size.capacity, target, image.Format)
+		err = makeOverlay(ctx, s, pool, volumeName(data.base), size.capacity, target, image.Format)
 		if taken(err) {
 			if err := refresh(ctx, s, pool); err != nil {
 				return err
@@ -586,8 +610,10 @@ func (h *Host) discard(data dataName) {
 // upload sends content to a volume, which grows as needed. It blocks until the host has it all.
 func upload(s *libvirt.Session, vol golibvirt.StorageVol, content io.Reader) error {
 	r := &packets{source: content}
-	err := s.StorageVolUpload(vol, r, 0, 0, 0)
+	paced := newPace(r, func() { _, _ = s.ConnectGetLibVersion() }) // that it comes back is all
+	err := s.StorageVolUpload(vol, paced, 0, 0, 0)
 	cause := r.end()
+	paced.end()
 	if err == nil {
 		return nil
 	}
@@ -603,6 +629,7 @@ type packets struct {
 	// mu guards what follows.
 	mu     sync.Mutex
 	source io.Reader
+	begun  bool
 	err    error
 }
 
@@ -612,7 +639,12 @@ func (p *packets) Read(b []byte) (int, error) {
 	if p.err != nil {
 		return 0, p.err
 	}
-	n, err := io.ReadFull(p.source, b[:min(len(b), packet)])
+	size := packet
+	if !p.begun {
+		size = firstPacket
+	}
+	p.begun = true
+	n, err := io.ReadFull(p.source, b[:min(len(b), size)])
 	if errors.Is(err, io.ErrUnexpectedEOF) {
 		err = io.EOF
 	}
@@ -647,7 +679,7 @@ func volume(s *libvirt.Session, vol golibvirt.StorageVol) (*libvirtxml.StorageVo
 	}
 	var v libvirtxml.StorageVolume
 	if err := v.Unmarshal(text); err != nil {
-		return nil, fmt.Errorf("volume %s: %w", vol.Name, err)
+		return nil, fault(provider.ErrUnavailable, provider.ReasonUnsupported, "what libvirt says about the volume %s can't be read: %v", vol.Name, err)
 	}
 	return &v, nil
 }
@@ -681,14 +713,18 @@ func modified(v *libvirtxml.StorageVolume) time.Time {
 
 type reporter func(read, total int64, done bool, err error)
 
-// reporter tells whoever wants to know how far an image is, at most once a second.
+// reporter tells whoever wants to know how far an image is, at most once a second, and nothing after that it is done. An upload
+// that ends early may still be read for.
 func (h *Host) reporter(image string) reporter {
-	last := time.Now()
+	var mu sync.Mutex
+	last, ended := time.Now(), false
 	return func(read, total int64, done bool, err error) {
-		if h.config.Progress == nil || !done && time.Since(last) < time.Second {
+		mu.Lock()
+		defer mu.Unlock()
+		if h.config.Progress == nil || ended || !done && time.Since(last) < time.Second {
 			return
 		}
-		last = time.Now()
+		last, ended = time.Now(), done
 		h.config.Progress(Progress{Host: h.config.Target, Image: image, Bytes: read, Total: total, Done: done, Err: err})
 	}
 }

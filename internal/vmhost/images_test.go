@@ -547,11 +547,13 @@ func TestADiskIsNeverSmallerThanItsImage(t *testing.T) {
 }
 
 func TestPacketsAreFullAndNothingIsGivenOutAfterTheEnd(t *testing.T) {
-	source := io.MultiReader(bytes.NewReader(payload[:10]), bytes.NewReader(make([]byte, packet)), bytes.NewReader(payload[:20]))
+	source := io.MultiReader(bytes.NewReader(payload[:10]), bytes.NewReader(make([]byte, firstPacket+packet)), bytes.NewReader(payload[:20]))
 	p := &packets{source: source}
 	b := make([]byte, 4<<20)
-	if n, err := p.Read(b); n != packet || err != nil {
-		t.Errorf("the first packet has %d bytes, %v", n, err)
+	for i, want := range []int{firstPacket, packet} {
+		if n, err := p.Read(b); n != want || err != nil {
+			t.Errorf("packet %d has %d bytes, %v, want %d", i+1, n, err, want)
+		}
 	}
 	total := 0
 	for {
@@ -590,3 +592,18 @@ func TestPacketsAreFullAndNothingIsGivenOutAfterTheEnd(t *testing.T) {
 type failing struct{ err error }
 
 func (f *failing) Read([]byte) (int, error) { return 0, f.err }
+
+func TestProgressIsToldInTurnAndNothingAfterTheEnd(t *testing.T) {
+	var told []Progress
+	h := &Host{config: Config{Target: "attic", Progress: func(p Progress) { told = append(told, p) }}}
+	report := h.reporter("debian")
+	boom := errors.New("boom")
+	var reports sync.WaitGroup
+	for range 20 {
+		reports.Go(func() { report(15, 20, true, boom) })
+	}
+	reports.Wait()
+	if want := (Progress{Host: "attic", Image: "debian", Bytes: 15, Total: 20, Done: true, Err: boom}); len(told) != 1 || told[0] != want {
+		t.Errorf("%+v", told)
+	}
+}
