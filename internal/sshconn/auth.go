@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"slices"
@@ -19,10 +20,13 @@ func loadSigners(ctx context.Context, h Host, address string) (signers []ssh.Sig
 	done = func() {}
 	fail := func(err error) ([]ssh.Signer, func(), error) {
 		done()
-		if ctx.Err() != nil {
+		if errors.Is(ctx.Err(), context.Canceled) {
 			return nil, nil, fmt.Errorf("sshconn: %s: loading keys: %w", address, ended(ctx))
 		}
 		return nil, nil, &CredentialsError{Address: address, Err: err}
+	}
+	if ctx.Err() != nil {
+		return nil, nil, fmt.Errorf("sshconn: %s: loading keys: %w", address, ended(ctx))
 	}
 	signers = slices.Clone(h.Signers)
 	socket := h.Agent
@@ -36,7 +40,7 @@ func loadSigners(ctx context.Context, h Host, address string) (signers []ssh.Sig
 	if socket != "" {
 		conn, err := (&net.Dialer{}).DialContext(ctx, "unix", socket)
 		if err != nil {
-			return fail(fmt.Errorf("SSH agent: %w", err))
+			return fail(fmt.Errorf("SSH agent %s: %w", socket, because(ctx, err)))
 		}
 		stop := context.AfterFunc(ctx, func() { conn.Close() })
 		done = func() {
@@ -44,7 +48,16 @@ func loadSigners(ctx context.Context, h Host, address string) (signers []ssh.Sig
 			conn.Close()
 		}
 		if held, err = agent.NewClient(conn).Signers(); err != nil {
-			return fail(fmt.Errorf("SSH agent %s: %w", socket, err))
+			return fail(fmt.Errorf("SSH agent %s: %w", socket, because(ctx, err)))
+		}
+		for i, s := range held {
+			if s, ok := s.(ssh.AlgorithmSigner); ok { // all of the library's are
+				held[i] = agentSigner{s, func(err error) error {
+					key := s.PublicKey()
+					err = fmt.Errorf("SSH agent %s: signing with %s %s: %w", socket, key.Type(), ssh.FingerprintSHA256(key), because(ctx, err))
+					return &CredentialsError{Address: address, Err: err}
+				}}
+			}
 		}
 	}
 	for _, file := range h.KeyFiles {
@@ -65,6 +78,28 @@ func loadSigners(ctx context.Context, h Host, address string) (signers []ssh.Sig
 		return fail(fmt.Errorf("SSH agent %s holds no key, want one (ssh-add)", socket))
 	}
 	return signers, done, nil
+}
+
+// agentSigner is a key that an agent holds. That it can't sign is our side's fault and not the server's.
+type agentSigner struct {
+	ssh.AlgorithmSigner
+	fail func(error) error
+}
+
+func (a agentSigner) SignWithAlgorithm(rand io.Reader, data []byte, algorithm string) (*ssh.Signature, error) {
+	signature, err := a.AlgorithmSigner.SignWithAlgorithm(rand, data, algorithm)
+	if err != nil {
+		return nil, a.fail(err)
+	}
+	return signature, nil
+}
+
+// because returns why ctx ended when it has, since err is then what came of that.
+func because(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("no answer: %w", ended(ctx))
+	}
+	return err
 }
 
 // readKey returns the key in file; nil when it is encrypted, no passphrase is to be had, and the agent holds it.
@@ -90,7 +125,7 @@ func readKey(ctx context.Context, h Host, file string, held []ssh.Signer) (ssh.S
 	}
 	passphrase, err := h.Passphrase(ctx, file)
 	if err != nil {
-		return nil, fmt.Errorf("passphrase of key file %s: %w", file, err)
+		return nil, fmt.Errorf("passphrase of key file %s: %w", file, because(ctx, err))
 	}
 	signer, err = ssh.ParsePrivateKeyWithPassphrase(content, passphrase)
 	clear(passphrase)

@@ -37,6 +37,11 @@ func serveAgent(t *testing.T, keys ...any) string {
 			t.Fatal(err)
 		}
 	}
+	return serveThisAgent(t, ring)
+}
+
+func serveThisAgent(t *testing.T, ring agent.Agent) string {
+	t.Helper()
 	path := filepath.Join(t.TempDir(), "agent")
 	l, err := net.Listen("unix", path)
 	if err != nil {
@@ -169,19 +174,77 @@ func TestWithoutAnyKeyNothingIsDialled(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatDoesNotAnswerDoesNotHoldTheDialUp(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "agent")
-	l, err := net.Listen("unix", path)
+// reluctant is an agent that lists its keys and calls sign instead of signing.
+type reluctant struct {
+	agent.Agent
+	sign func() error
+}
+
+func (r reluctant) Sign(ssh.PublicKey, []byte) (*ssh.Signature, error) { return nil, r.sign() }
+
+// What our own side does not do in time, or refuses, is not the server's fault, whenever in the login it is.
+func TestAnAgentThatRefusesOrIsSilentIsNamed(t *testing.T) {
+	user, file := sshtest.NewKeyFile("ed25519", "")
+	_, sealed := sshtest.NewKeyFile("ed25519", passphrase)
+	sealedPath := write(t, "sealed", sealed)
+	ring := agent.NewKeyring()
+	if err := ring.Add(agent.AddedKey{PrivateKey: raw(t, file)}); err != nil {
+		t.Fatal(err)
+	}
+	silent := filepath.Join(t.TempDir(), "silent")
+	l, err := net.Listen("unix", silent)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	s := newServer()
-	defer s.Close()
-	config := configFor(s)
-	config.Host.Signers, config.Host.Agent, config.Timeout = nil, path, 50*time.Millisecond
-	if _, err := sshconn.Dial(t.Context(), config); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("got %v, want a timeout", err)
+	t.Cleanup(func() { l.Close() })
+	touched := make(chan struct{}) // the token that the key is in
+	refusing := serveThisAgent(t, reluctant{ring, func() error { return errors.New("locked") }})
+	waiting := serveThisAgent(t, reluctant{ring, func() error { <-touched; return errors.New("too late") }})
+	t.Cleanup(func() { close(touched) })
+	asking := func(ctx context.Context, _ string) ([]byte, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	for name, test := range map[string]struct {
+		host sshconn.Host
+		says string
+		late bool
+	}{
+		"refuses to sign":              {sshconn.Host{Agent: refusing}, "SSH agent " + refusing + ": signing with ssh-ed25519 SHA256:", false},
+		"does not sign":                {sshconn.Host{Agent: waiting}, "SSH agent " + waiting + ": signing with ssh-ed25519 SHA256:", true},
+		"does not list its keys":       {sshconn.Host{Agent: silent}, "SSH agent " + silent + ": no answer", true},
+		"nobody enters the passphrase": {sshconn.Host{KeyFiles: []string{sealedPath}, Passphrase: asking}, "key file " + sealedPath + ": no answer", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel() // they wait
+			s := newServer()
+			defer s.Close()
+			s.Users = []ssh.PublicKey{user.PublicKey()}
+			config := configFor(s)
+			test.host.Address, test.host.PinnedKeys = config.Host.Address, config.Host.PinnedKeys
+			config.Host = test.host
+			if test.late {
+				config.Timeout = 2 * time.Second // enough for the handshake before it
+			}
+			_, err := sshconn.Dial(t.Context(), config)
+			if _, ok := errors.AsType[*sshconn.CredentialsError](err); !ok || sshconn.Reason(err) != "CredentialsUnavailable" || !strings.Contains(err.Error(), test.says) {
+				t.Errorf("got %v, want it to say %q", err, test.says)
+			}
+			if errors.Is(err, context.DeadlineExceeded) != test.late {
+				t.Errorf("%v is a timeout: %t", err, !test.late)
+			}
+			if !test.late {
+				return
+			}
+			// Whoever gives up has no fault to find.
+			ctx, cancel := context.WithCancel(t.Context())
+			config.Timeout = 0
+			time.AfterFunc(20*time.Millisecond, cancel)
+			_, err = sshconn.Dial(ctx, config)
+			if _, ok := errors.AsType[*sshconn.CredentialsError](err); ok || !errors.Is(err, context.Canceled) {
+				t.Errorf("when it is given up: %v", err)
+			}
+		})
 	}
 }
 

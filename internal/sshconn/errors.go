@@ -68,8 +68,8 @@ func (e *HostKeyError) Error() string {
 // Unwrap returns the kind.
 func (e *HostKeyError) Unwrap() error { return e.Kind }
 
-// CredentialsError says that there is nothing to log in with: a key file, its passphrase or the agent is missing or
-// broken on our side.
+// CredentialsError says that there is nothing to log in with or to know the host by: a key file, its passphrase, the agent
+// or a known_hosts file is missing or broken on our side, or nobody answered there in time.
 type CredentialsError struct {
 	// Address is user@host:port.
 	Address string

@@ -201,9 +201,12 @@ func (c *Client) connect(ctx context.Context, h *hop, last bool) error {
 	resets := 0
 	for {
 		showed, err := c.tryConnect(ctx, h, last, h.keys.algorithms(without))
+		_, ours := errors.AsType[*CredentialsError](err)
 		switch {
 		case err == nil:
 			return nil
+		case ours && !errors.Is(ctx.Err(), context.Canceled): // also when the agent let the time pass
+			return err
 		case ctx.Err() != nil:
 			return fmt.Errorf("sshconn: %s: %w", h.address, ended(ctx))
 		case errors.Is(err, ErrChangedHostKey) && len(h.keys.fingerprints) > 0:
@@ -266,9 +269,12 @@ func (c *Client) tryConnect(ctx context.Context, h *hop, last bool, algorithms [
 			return refusal
 		},
 	})
+	ours, isOurs := errors.AsType[*CredentialsError](err)
 	switch {
 	case refusal != nil:
 		return showed, refusal
+	case isOurs:
+		return showed, ours
 	case err != nil && isAuthFailure(err):
 		auth := &AuthError{Address: h.address.String(), Err: err}
 		for _, s := range h.signers {

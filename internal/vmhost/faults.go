@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
@@ -42,11 +43,17 @@ func judge(err error) *Fault {
 		return f
 	}
 	f := &Fault{Kind: provider.ErrUnavailable, Reason: provider.ReasonUnknown, Message: err.Error()}
+	_, refused := errors.AsType[*sshconn.AuthError](err)
+	_, credentials := errors.AsType[*sshconn.CredentialsError](err)
+	_, hostKey := errors.AsType[*sshconn.HostKeyError](err)
 	switch {
+	case refused || credentials || hostKey:
+		// These first: what their cause says of a file is about ours and nothing of the host's.
+		f.Kind, f.Reason = provider.ErrDenied, sshconn.Reason(err)
 	case libvirt.Denied(err):
 		f.Kind, f.Reason = provider.ErrDenied, provider.ReasonPermissionDenied
 		f.Message += "; the user needs the group libvirt or a polkit rule"
-	case errors.Is(err, sshconn.ErrSocketDenied), errors.Is(err, os.ErrPermission):
+	case errors.Is(err, sshconn.ErrSocketDenied), socketDenied(err):
 		f.Kind, f.Reason = provider.ErrDenied, provider.ReasonPermissionDenied
 		f.Message += "; the user needs the group libvirt"
 	case libvirt.Full(err):
@@ -64,17 +71,18 @@ func judge(err error) *Fault {
 		if errors.Is(err, context.Canceled) && f.Reason == provider.ReasonUnreachable {
 			f.Reason = provider.ReasonTimeout
 		}
-		_, refused := errors.AsType[*sshconn.AuthError](err)
-		_, credentials := errors.AsType[*sshconn.CredentialsError](err)
-		_, hostKey := errors.AsType[*sshconn.HostKeyError](err)
-		if refused || credentials || hostKey {
-			f.Kind = provider.ErrDenied
-		}
 		if errors.Is(err, hostpool.ErrClosed) {
 			f.Message = errClosed.Error()
 		}
 	}
 	return f
+}
+
+// socketDenied reports whether this machine's own libvirt may not be talked to. The same error from a dial to a host is a
+// firewall's.
+func socketDenied(err error) bool {
+	dial, ok := errors.AsType[*net.OpError](err)
+	return ok && dial.Net == "unix" && errors.Is(err, os.ErrPermission)
 }
 
 // answer says what libvirt's own errors mean where nothing more particular is known.

@@ -5,8 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
+	"net"
 	"os"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -41,7 +45,8 @@ func TestEveryErrorBecomesAFaultWithWhatToDo(t *testing.T) {
 		{e(golibvirt.ErrInternalError), provider.ErrUnavailable, provider.ReasonUnknown, true, provider.ErrUnavailable},
 		{golibvirt.ErrUnsupported, provider.ErrPermanent, provider.ReasonUnsupported, true, provider.ErrPermanent},
 		{libvirt.ErrNoSocket, provider.ErrUnavailable, provider.ReasonUnreachable, false, provider.ErrOutcomeUnknown},
-		{os.ErrPermission, provider.ErrDenied, provider.ReasonPermissionDenied, false, provider.ErrOutcomeUnknown},
+		{dialError("unix", syscall.EACCES), provider.ErrDenied, provider.ReasonPermissionDenied, false, provider.ErrOutcomeUnknown},
+		{dialError("tcp", syscall.EPERM), provider.ErrUnavailable, provider.ReasonUnreachable, false, provider.ErrOutcomeUnknown},
 		{sshconn.ErrSocketDenied, provider.ErrDenied, provider.ReasonPermissionDenied, true, provider.ErrOutcomeUnknown},
 		{&sshconn.AuthError{Err: io.EOF}, provider.ErrDenied, provider.ReasonAuthenticationFailed, false, provider.ErrOutcomeUnknown},
 		{&sshconn.CredentialsError{Err: io.EOF}, provider.ErrDenied, provider.ReasonCredentialsUnavailable, false, provider.ErrOutcomeUnknown},
@@ -66,6 +71,70 @@ func TestEveryErrorBecomesAFaultWithWhatToDo(t *testing.T) {
 	}
 	if begun(nil) != nil {
 		t.Error("no error has become one")
+	}
+}
+
+func dialError(network string, cause error) error {
+	return &net.OpError{Op: "dial", Net: network, Err: os.NewSyscallError("connect", cause)}
+}
+
+// Whatever is wrong with a file or socket on our own side, and be it that it may not be read, the host has no part in it.
+func TestOurOwnFilesAreNotBlamedOnTheHost(t *testing.T) {
+	about := func(what string, err error) {
+		t.Helper()
+		if f := judge(err); !errors.Is(f.Kind, provider.ErrDenied) || f.Reason != provider.ReasonCredentialsUnavailable ||
+			!strings.Contains(f.Message, what) || strings.Contains(f.Message, "libvirt") {
+			t.Errorf("%v, %s, %q, want it to be about %s", f.Kind, f.Reason, f.Message, what)
+		}
+	}
+	for _, cause := range []error{syscall.EACCES, syscall.EPERM, syscall.ENOENT, syscall.ENOTDIR, syscall.EISDIR, syscall.ECONNREFUSED, syscall.EMFILE, os.ErrDeadlineExceeded} {
+		for _, what := range []string{"key file", "known hosts"} {
+			file := &fs.PathError{Op: "open", Path: "/the/file", Err: cause}
+			about("/the/file", &hostpool.DialError[string]{Host: "attic", Err: &sshconn.CredentialsError{Address: "root@host:22", Err: fmt.Errorf("%s: %w", what, file)}})
+		}
+		about("/the/agent", &sshconn.CredentialsError{Address: "root@host:22", Err: fmt.Errorf("SSH agent /the/agent: %w", dialError("unix", cause))})
+	}
+
+	folder := t.TempDir()
+	none, text, locked, socket := filepath.Join(folder, "none"), filepath.Join(folder, "text"), filepath.Join(folder, "locked"), filepath.Join(folder, "socket")
+	for _, file := range []string{text, locked} {
+		if err := os.WriteFile(file, []byte("@revoked * no key\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chmod(locked, 0); err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener.(*net.UnixListener).SetUnlinkOnClose(false)
+	_ = listener.Close() // nobody listens there any more
+	keys := func(files ...string) SSH { return SSH{InsecureIgnoreHostKey: true, KeyFiles: files} }
+	agent := func(socket string) SSH { return SSH{InsecureIgnoreHostKey: true, Agent: socket} }
+	known := func(file string) SSH { return SSH{KnownHosts: []string{file}, KeyFiles: []string{none}} }
+	for file, all := range map[string][]SSH{
+		none:   {keys(none), agent(none), known(none)},
+		folder: {keys(folder), agent(folder), known(folder)},
+		text:   {keys(text), agent(text), known(text)},
+		locked: {keys(locked), agent(locked), known(locked)}, // to root it is text
+		socket: {agent(socket)},
+	} {
+		for _, ssh := range all {
+			h, err := New(Config{Entry: "home", Target: "attic", URI: "qemu+ssh://root@host.invalid/system", SSH: ssh, Maker: "kvm", BasePrefix: "base-", Uploads: make(chan struct{}, 1)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, err = h.List(t.Context(), "own")
+			wantKind(t, err, provider.ErrDenied, provider.ReasonCredentialsUnavailable, file)
+			if health := h.Check(t.Context()); health.Reason != provider.ReasonCredentialsUnavailable || !strings.Contains(health.Message, file) {
+				t.Errorf("%+v, want it to be about %s", health, file)
+			}
+			if err := h.Close(); err != nil {
+				t.Error(err)
+			}
+		}
 	}
 }
 
