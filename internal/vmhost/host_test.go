@@ -459,6 +459,38 @@ func TestAnInstanceBeingMadeIsPendingAndOneBeingDeletedIsDeleting(t *testing.T) 
 	})
 }
 
+// Of an answer that was given before a create ended, and is read after, nothing is believed that would have the pool delete what
+// was just made.
+func TestAnInstanceIsNotTakenForHalfMadeByAnAnswerOfBefore(t *testing.T) {
+	for _, call := range []string{"ConnectGetAllDomainStats", "DomainGetMetadata"} {
+		for _, later := range []string{"DomainCreateWithFlags", "DomainSetMetadata"} {
+			inBubble(t, nil, func(t *testing.T, r *rig) {
+				r.create(t, "first", spec())
+				r.peer.Inject(libvirttest.Fault{Procedure: later, Times: 1, Delay: 5 * time.Second})
+				made := make(chan error, 1)
+				go func() {
+					_, err := r.Create(t.Context(), request("a", spec()), "")
+					made <- err
+				}()
+				time.Sleep(time.Second)
+				mend := r.peer.Inject(libvirttest.Fault{Procedure: call, Late: 10 * time.Second})
+				all, err := r.List(t.Context(), "own")
+				i := slices.IndexFunc(all, func(x provider.Instance) bool { return x.Name == "own--a--1" })
+				if err != nil || i < 0 || all[i].State != provider.StatePending && all[i].State != provider.StateRunning {
+					t.Errorf("late %s before %s: listed %+v, %v", call, later, all, err)
+				}
+				if err := <-made; err != nil {
+					t.Error(err)
+				}
+				mend()
+				if all, err = r.List(t.Context(), "own"); err != nil || len(all) != 2 || all[0].State != provider.StateRunning {
+					t.Errorf("late %s: then listed %+v, %v", call, all, err)
+				}
+			})
+		}
+	}
+}
+
 func TestADeleteWaitsForTheCreateOfItsName(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		r.create(t, "first", spec())

@@ -2,6 +2,7 @@ package vmhost
 
 import (
 	"context"
+	"maps"
 	"strings"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
@@ -24,6 +25,7 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 	var all []provider.Instance
 	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
 		all = nil
+		making := h.beingMade()
 		records, err := s.ConnectGetAllDomainStats(nil, statsState, statsNowait)
 		if err != nil {
 			return err
@@ -45,7 +47,7 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 			if who.Why == withoutDefinition && golibvirt.DomainState(state) == golibvirt.DomainPaused {
 				continue // on its way here by a migration
 			}
-			all = append(all, h.describe(r.Dom, who, state, parameter(r.Params, "state.reason")))
+			all = append(all, making.see(h.describe(r.Dom, who, state, parameter(r.Params, "state.reason"))))
 		}
 		h.forget(seen)
 		return nil
@@ -55,6 +57,26 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 	}
 	return all, nil
 }
+
+// beingMade are the names of instances that creates were at when a question began. An answer from before such a create ended
+// may be read when it has, and would have a good instance look half made or switched off.
+type beingMade map[string]int
+
+func (h *Host) beingMade() beingMade {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return maps.Clone(h.making)
+}
+
+// see returns x as far as the question's answers can be believed.
+func (b beingMade) see(x provider.Instance) provider.Instance {
+	if b[x.Name] > 0 && x.State != provider.StateRunning && x.State != provider.StateDeleting {
+		x.State, x.Message = provider.StatePending, pending
+	}
+	return x
+}
+
+const pending = "being made"
 
 // withoutDefinition is the Why of a domain that has lost its definition and runs on.
 const withoutDefinition = "runs without a definition: it was started while it was being deleted, or was undefined by hand"
@@ -154,6 +176,7 @@ func (h *Host) get(ctx context.Context, id string) (provider.Instance, error) {
 	if !ok {
 		return provider.Instance{}, fault(provider.ErrNotFound, provider.ReasonUnknown, "id %q was never given", id)
 	}
+	making := h.beingMade()
 	dom, who, err := h.find(ctx, u)
 	if err != nil {
 		return provider.Instance{}, err
@@ -178,7 +201,7 @@ func (h *Host) get(ctx context.Context, id string) (provider.Instance, error) {
 	if err != nil {
 		return provider.Instance{}, err
 	}
-	x := h.describe(dom, who, state, reason)
+	x := making.see(h.describe(dom, who, state, reason))
 	if saved {
 		x.Message = "hibernated: its memory was saved to disk by hand or at a shutdown of the host"
 	}
@@ -235,7 +258,7 @@ func (h *Host) describe(dom golibvirt.Domain, who identity, state, reason int32)
 		x.State, x.Message = provider.StateFailed, "half made by a create that was cut short"
 		switch {
 		case making:
-			x.State, x.Message = provider.StatePending, "being made"
+			x.State, x.Message = provider.StatePending, pending
 		case who.Why == withoutDefinition:
 			x.Message = who.Why
 		}
