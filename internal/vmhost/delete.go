@@ -48,7 +48,7 @@ func (h *Host) delete(ctx context.Context, id string) error {
 			if err != nil {
 				return err
 			}
-			if who, err = h.whose(s, again); err != nil {
+			if who, err = h.readMark(s, again); err != nil {
 				return err
 			}
 			return h.removeDomain(ctx, s, again, who)
@@ -77,6 +77,15 @@ func (h *Host) find(ctx context.Context, u uuid) (dom golibvirt.Domain, who iden
 		err = fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
 	}
 	return dom, who, err
+}
+
+// readMark is whose of a domain that something is going to be done to. What is remembered of it may be old: somebody may have
+// taken our mark away and made it theirs.
+func (h *Host) readMark(s *libvirt.Session, dom golibvirt.Domain) (identity, error) {
+	h.mu.Lock()
+	delete(h.known, dom.UUID)
+	h.mu.Unlock()
+	return h.whose(s, dom)
 }
 
 func lookUp(s *libvirt.Session, u uuid) (golibvirt.Domain, error) {
@@ -157,7 +166,7 @@ func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error 
 		if dom, err = lookUp(s, u); err != nil {
 			return err
 		}
-		who, err := h.whose(s, dom)
+		who, err := h.readMark(s, dom)
 		if err != nil {
 			return err
 		}

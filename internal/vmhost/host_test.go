@@ -121,6 +121,26 @@ func TestACloneOfAnInstanceIsNotOurs(t *testing.T) {
 	})
 }
 
+// An operator keeps an instance by taking our mark away.
+func TestADomainThatHasLostOurMarkIsNotTouched(t *testing.T) {
+	for _, grace := range []time.Duration{0, time.Minute} {
+		inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = grace }, func(t *testing.T, r *rig) {
+			x := r.create(t, "a", spec())
+			if all, err := r.List(t.Context(), "own"); err != nil || len(all) != 1 {
+				t.Fatalf("listed %+v, %v", all, err)
+			}
+			r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.Metadata, d.ShutsDown = map[string]string{}, true })
+			wantKind(t, r.Delete(t.Context(), x.ID), provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+			if d := r.peer.Domains(); len(d) != 1 || d[0].State != golibvirt.DomainRunning || len(r.left()) != 4 {
+				t.Errorf("left %q of %+v", r.left(), d)
+			}
+			if all, err := r.List(t.Context(), "own"); err != nil || len(all) != 0 {
+				t.Errorf("listed %+v, %v", all, err)
+			}
+		})
+	}
+}
+
 // procedures returns the calls of f in their order.
 func (r *rig) procedures(f func()) []string {
 	before := r.peer.History()
