@@ -1,6 +1,7 @@
 package vmhost
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -46,6 +47,10 @@ func (h *Host) delete(ctx context.Context, id string) error {
 		err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
 			again, err := lookUp(s, u)
 			if err != nil {
+				if _, gone := errors.AsType[*Fault](err); gone {
+					// By somebody else, who may know nothing of its files. Nothing else will tell of them.
+					err = cmp.Or(removeFiles(ctx, s, who.Pool, who.Prefix), err)
+				}
 				return err
 			}
 			if who, err = h.readMark(s, again); err != nil {
@@ -102,8 +107,11 @@ func (h *Host) removeDomain(ctx context.Context, s *libvirt.Session, dom golibvi
 	if !who.ours {
 		return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
 	}
-	if err := destroy(s, dom); err != nil {
-		return err
+	// One without a definition is gone once it is off, so that comes last.
+	if who.Why != withoutDefinition {
+		if err := destroy(s, dom); err != nil {
+			return err
+		}
 	}
 	if err := removeFiles(ctx, s, who.Pool, who.Prefix); err != nil {
 		return err
@@ -172,6 +180,9 @@ func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error 
 		}
 		if !who.ours {
 			return fault(provider.ErrPermanent, provider.ReasonUnknown, "the domain %s does not carry our mark", dom.Name)
+		}
+		if who.Why == withoutDefinition {
+			return nil // it would be gone before its files
 		}
 		err = s.DomainShutdownFlags(dom, golibvirt.DomainShutdownAcpiPowerBtn)
 		asked = err == nil

@@ -361,6 +361,65 @@ func TestADomainWithoutDefinitionIsListedAsFailedAndDeleted(t *testing.T) {
 	}
 }
 
+// Its domain is gone with the first switching off, whoever does that, and then nothing tells of its files.
+func TestADeleteOfADomainWithoutDefinitionMayFailAtEachCall(t *testing.T) {
+	for how, f := range map[string]libvirttest.Fault{
+		"refused": {Code: golibvirt.ErrInternalError, Message: "internal error: refused"}, "cut": {Cut: true}, "answer lost": {Lose: true},
+	} {
+		t.Run(how, func(t *testing.T) {
+			inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = time.Minute }, func(t *testing.T, r *rig) {
+				undefined := func() provider.Instance {
+					x := r.create(t, "a", spec())
+					r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.Transient, d.ShutsDown = true, true })
+					return x
+				}
+				x := undefined()
+				calls := r.procedures(func() {
+					if err := r.Delete(t.Context(), x.ID); err != nil || len(r.left()) > 0 {
+						t.Fatalf("%v, left %q", err, r.left())
+					}
+				})
+				for i, name := range calls {
+					if raceDetector() && i%3 != len(how)%3 {
+						continue
+					}
+					x := undefined()
+					f := f
+					f.Skip, f.Times = i, 1
+					mend := r.peer.Inject(f)
+					err := r.Delete(t.Context(), x.ID)
+					mend()
+					all, listErr := r.List(t.Context(), "own")
+					if listErr != nil || len(all) == 0 && len(r.left()) > 0 {
+						t.Fatalf("call %d, %s: after %v listed %+v, %v; left %q", i, name, err, all, listErr, r.left())
+					}
+					if err := r.Delete(t.Context(), x.ID); err != nil && !errors.Is(err, provider.ErrNotFound) {
+						t.Fatalf("call %d, %s: again: %v", i, name, err)
+					}
+					if left := r.left(); len(left) > 0 {
+						t.Fatalf("call %d, %s: left %q", i, name, left)
+					}
+				}
+			})
+		})
+	}
+}
+
+func TestTheFilesOfADomainThatSomebodyUndefinesWhileItShutsDownAreDeleted(t *testing.T) {
+	inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = time.Minute }, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainShutdownFlags", Do: func() {
+			r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.Transient, d.ShutsDown = true, true })
+		}})
+		if err := r.Delete(t.Context(), x.ID); err != nil && !errors.Is(err, provider.ErrNotFound) {
+			t.Error(err)
+		}
+		if left := r.left(); len(left) > 0 {
+			t.Errorf("left %q", left)
+		}
+	})
+}
+
 func TestOnlyWhatRunsWithoutADefinitionIsKnownByItsRunningState(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		x := r.create(t, "a", spec())
