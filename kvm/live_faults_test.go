@@ -427,6 +427,37 @@ func TestLiveStatesOfADomainAreToldApart(t *testing.T) {
 	nothingLeft(t, h)
 }
 
+func TestLiveADomainThatLostItsDefinitionIsFoundAndDeletedOrMadeAnew(t *testing.T) {
+	h := shared(t)
+	lost := func() (provider.Instance, *kvm.Provider) {
+		made, err := open(t, configOf(t, h)).Create(t.Context(), request("lost", "a", idleSpec()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.Virsh(t, "undefine", made.Name)
+		return made, open(t, configOf(t, h)) // which has never seen it
+	}
+	made, p := lost()
+	listed, err := p.List(t.Context(), "lost")
+	if err != nil || len(listed) != 1 || listed[0].ID != made.ID || listed[0].State != provider.StateFailed || !strings.Contains(listed[0].Message, "definition") {
+		t.Errorf("%+v, %v", listed, err)
+	}
+	if err := p.Delete(t.Context(), made.ID); err != nil {
+		t.Error(err)
+	}
+	nothingLeft(t, h)
+
+	made, p = lost()
+	anew, err := p.Create(t.Context(), request("lost", "a", idleSpec()))
+	if err != nil || anew.ID == made.ID {
+		t.Fatalf("%+v, %v", anew, err)
+	}
+	if err := p.Delete(t.Context(), anew.ID); err != nil {
+		t.Error(err)
+	}
+	nothingLeft(t, h)
+}
+
 func TestLiveWhatIsWrongWithAHostHasItsReason(t *testing.T) {
 	h := shared(t)
 	good := configOf(t, h)

@@ -116,7 +116,7 @@ func (h *Host) vacate(ctx context.Context, s *libvirt.Session, req provider.Crea
 	if err != nil {
 		return err
 	}
-	who, err := h.identify(s, dom)
+	who, err := h.whose(s, dom)
 	if err != nil {
 		return err
 	}
