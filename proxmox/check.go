@@ -67,7 +67,11 @@ func (p *Provider) checkNode(ctx context.Context, e *endpoint) error {
 	if err := get("/nodes/"+node+"/qemu", &vms); err != nil {
 		return err
 	}
-	if err := p.checkRights(ctx, e, major); err != nil {
+	r, err := p.rights(ctx, e)
+	if err != nil {
+		return err
+	}
+	if err := p.checkRights(ctx, r, major); err != nil {
 		return err
 	}
 	var status struct {
@@ -85,7 +89,36 @@ func (p *Provider) checkNode(ctx context.Context, e *endpoint) error {
 			return err
 		}
 	}
-	return p.checkTemplates(ctx, e, vms)
+	return p.checkTemplates(ctx, r, vms)
+}
+
+// rights are what an endpoint says that the token may do.
+type rights struct {
+	p    *Provider
+	e    *endpoint
+	tree grants
+}
+
+// rights asks for the privileges at all paths that have an entry of their own.
+func (p *Provider) rights(ctx context.Context, e *endpoint) (*rights, error) {
+	r := &rights{p: p, e: e}
+	return r, p.send(ctx, e, request{method: http.MethodGet, path: "/access/permissions"}, &r.tree)
+}
+
+// have reports whether the token has a privilege at a path. A path without an entry of its own is asked for, once: it may have what
+// is granted above it, or an entry that takes everything away, and of those the answer for all paths says nothing.
+func (r *rights) have(ctx context.Context, path, privilege string) (bool, error) {
+	if _, told := r.tree[path]; !told {
+		var one grants
+		if err := r.p.send(ctx, r.e, request{method: http.MethodGet, path: "/access/permissions?path=" + path}, &one); err != nil {
+			return false, err
+		}
+		if r.tree == nil {
+			r.tree = grants{}
+		}
+		r.tree[path] = one[path]
+	}
+	return r.tree.have(path, privilege), nil
 }
 
 // need is a set of privileges at a path. Of privileges joined by | one is enough.
@@ -119,16 +152,20 @@ func (p *Provider) needs(major int, node string) []need {
 	return all
 }
 
-func (p *Provider) checkRights(ctx context.Context, e *endpoint, major int) error {
+func (p *Provider) checkRights(ctx context.Context, r *rights, major int) error {
 	var missing []string
-	for _, n := range p.needs(major, e.node.Name) {
-		have, err := p.rights(ctx, e, n.path)
-		if err != nil {
-			return err
-		}
-		for _, privilege := range n.privileges {
-			if !slices.ContainsFunc(strings.Split(privilege, "|"), func(one string) bool { return have[one] }) {
-				missing = append(missing, strings.ReplaceAll(privilege, "|", " or ")+" on "+n.path)
+	for _, n := range p.needs(major, r.e.node.Name) {
+		for _, privileges := range n.privileges {
+			found := false
+			for one := range strings.SplitSeq(privileges, "|") {
+				have, err := r.have(ctx, n.path, one)
+				if err != nil {
+					return err
+				}
+				found = found || have
+			}
+			if !found {
+				missing = append(missing, strings.ReplaceAll(privileges, "|", " or ")+" on "+n.path)
 			}
 		}
 	}
@@ -161,30 +198,30 @@ func (p *Provider) checkStorage(ctx context.Context, e *endpoint, id, content st
 }
 
 // checkTemplates looks for the template of every image that the node should have.
-func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) error {
+func (p *Provider) checkTemplates(ctx context.Context, r *rights, vms []row) error {
 	var cluster []row
-	if err := p.send(ctx, e, request{method: http.MethodGet, path: "/cluster/resources?type=vm"}, &cluster); err != nil {
+	if err := p.send(ctx, r.e, request{method: http.MethodGet, path: "/cluster/resources?type=vm"}, &cluster); err != nil {
 		return err
 	}
-	node := e.node.Name
+	node := r.e.node.Name
 	seen := view{rows: map[int]row{}}
-	for _, r := range cluster {
-		seen.rows[int(r.VMID)] = r
+	for _, v := range cluster {
+		seen.rows[int(v.VMID)] = v
 	}
-	for _, r := range vms {
-		r.Node, r.live = text(node), true
-		seen.rows[int(r.VMID)] = r
+	for _, v := range vms {
+		v.Node, v.live = text(node), true
+		seen.rows[int(v.VMID)] = v
 	}
 	for _, image := range slices.Sorted(maps.Keys(p.config.Templates)) {
 		source, id, why := p.template(image, node, &seen)
 		if why != "" {
 			return permanent(provider.ReasonTemplateNotFound, "%s", why)
 		}
-		have, err := p.rights(ctx, e, "/vms/"+strconv.Itoa(id))
+		have, err := r.have(ctx, "/vms/"+strconv.Itoa(id), "VM.Clone")
 		if err != nil {
 			return err
 		}
-		if !have["VM.Clone"] {
+		if !have {
 			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied, message: fmt.Sprintf("the token lacks VM.Clone on /vms/%d, the template of image %q", id, image)}
 		}
 		if source != node {
@@ -194,13 +231,13 @@ func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) e
 		if err != nil {
 			return err
 		}
-		if err := p.checkBridges(ctx, e, id, c); err != nil {
+		if err := p.checkBridges(ctx, r, id, c); err != nil {
 			return err
 		}
 		if p.config.DiskStorage != "" {
 			continue
 		}
-		if err := p.checkDisks(ctx, e, id, c); err != nil {
+		if err := checkDisks(ctx, r, id, c); err != nil {
 			return err
 		}
 	}
@@ -209,7 +246,7 @@ func (p *Provider) checkTemplates(ctx context.Context, e *endpoint, vms []row) e
 
 // checkBridges makes sure that clones may use the template's bridges, and net0 the configured one. What is no plain bridge is in
 // some other zone than localnetwork, so any zone will do here.
-func (p *Provider) checkBridges(ctx context.Context, e *endpoint, id int, c vmConfig) error {
+func (p *Provider) checkBridges(ctx context.Context, r *rights, id int, c vmConfig) error {
 	nets := []string{p.network(string(c["net0"]))}
 	for _, key := range slices.Sorted(maps.Keys(c)) {
 		if strings.HasPrefix(key, "net") {
@@ -225,19 +262,15 @@ func (p *Provider) checkBridges(ctx context.Context, e *endpoint, id int, c vmCo
 		if tag != "" {
 			path += "/" + tag
 		}
-		have, err := p.rights(ctx, e, "/sdn/zones/localnetwork"+path)
+		have, err := r.have(ctx, "/sdn/zones/localnetwork"+path, "SDN.Use")
 		if err != nil {
 			return err
 		}
-		if have["SDN.Use"] {
+		if have {
 			continue
 		}
-		var tree map[string]map[string]number
-		if err := p.send(ctx, e, request{method: http.MethodGet, path: "/access/permissions"}, &tree); err != nil {
-			return err
-		}
 		elsewhere := false
-		for zone, privileges := range tree {
+		for zone, privileges := range r.tree {
 			_, use := privileges["SDN.Use"]
 			elsewhere = elsewhere || use && strings.HasPrefix(zone, "/sdn/zones/") && !strings.HasPrefix(zone, "/sdn/zones/localnetwork")
 		}
@@ -260,18 +293,18 @@ func option(text, key string) string {
 }
 
 // checkDisks makes sure that the clone of a template may be stored where the template is.
-func (p *Provider) checkDisks(ctx context.Context, e *endpoint, id int, c vmConfig) error {
+func checkDisks(ctx context.Context, r *rights, id int, c vmConfig) error {
 	for _, key := range slices.Sorted(maps.Keys(c)) {
 		d := string(c[key])
 		storage, _, ok := strings.Cut(d, ":")
 		if !drivePattern.MatchString(key) || !ok || isCDROM(d) && !isCloudInit(d) || !storagePattern.MatchString(storage) {
 			continue
 		}
-		have, err := p.rights(ctx, e, "/storage/"+storage)
+		have, err := r.have(ctx, "/storage/"+storage, "Datastore.AllocateSpace")
 		if err != nil {
 			return err
 		}
-		if !have["Datastore.AllocateSpace"] {
+		if !have {
 			return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied,
 				message: fmt.Sprintf("the token lacks Datastore.AllocateSpace on /storage/%s, where %s of template %d is", storage, key, id)}
 		}

@@ -171,7 +171,7 @@ func (p *Provider) survey(ctx context.Context, name string) (view, []vm, error) 
 		if err != nil {
 			return seen, nil, err
 		}
-		if !p.nameless(&seen, vms) || time.Since(begin) > namelessGrace {
+		if !p.nameless(vms) || time.Since(begin) > namelessGrace {
 			return seen, vms, nil
 		}
 		p.config.Logger.DebugContext(ctx, "proxmox: waiting for the name of a clone", "provider", p.config.Name, "instance", name)
@@ -195,13 +195,13 @@ func (p *Provider) outOfSight(name string, seen *view) error {
 }
 
 // nameless reports whether a clone in our range that this process has not begun has no name yet.
-func (p *Provider) nameless(seen *view, vms []vm) bool {
+func (p *Provider) nameless(vms []vm) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, v := range vms {
 		since, locked := p.locked[int(v.VMID)]
 		_, mine := p.taken[int(v.VMID)]
-		if v.known.name == "" && v.Lock == "clone" && !mine && (!locked || time.Since(since) < namelessGrace) && seen.missing[string(v.Node)] == nil {
+		if v.known.name == "" && v.Lock == "clone" && !mine && (!locked || time.Since(since) < namelessGrace) {
 			return true
 		}
 	}

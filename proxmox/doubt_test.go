@@ -176,6 +176,63 @@ func TestACloneThatNeverGetsANameDelaysOthersOnceAndIsLeftAlone(t *testing.T) {
 	})
 }
 
+func TestOthersThatCloneAllTheTimeDoNotKeepACreateWaiting(t *testing.T) {
+	run(t, fakepve.Config{}, silent, func(b *bench) {
+		done := make(chan struct{})
+		var others sync.WaitGroup
+		others.Go(func() {
+			for i := range 300 { // one of them has no name at any time
+				b.AddVM("pve1", 50000+i, "", "", map[string]string{"lock": "clone"})
+				if i > 0 {
+					b.Edit(50000+i-1, "name", "database")
+				}
+				select {
+				case <-done:
+					return
+				case <-time.After(time.Second):
+				}
+			}
+		})
+		begin := time.Now()
+		b.create("a")
+		if took := time.Since(begin); took > time.Minute {
+			b.Errorf("a create took %s", took)
+		}
+		close(done)
+		others.Wait()
+	})
+}
+
+func TestAVMIDThatHadACloneLongAgoHasANewOne(t *testing.T) {
+	run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.VMIDMin, config.VMIDMax = 50000, 50000 }, func(b *bench) {
+		for _, proxy := range []string{"a", "b"} {
+			x := b.create(proxy)
+			b.remove(b.p, x.ID)
+			time.Sleep(time.Hour)
+		}
+		b.nothingLeft()
+	})
+}
+
+func TestWhoseACloneIsIsReadAgainUntilItIsWhole(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		v, _ := b.VM(vmidOf(x))
+		b.Edit(v.ID, "lock", "clone")
+		b.Edit(v.ID, "description", "of the template")
+		fresh := b.another()
+		defer fresh.Close()
+		if all, err := fresh.List(b.Context(), "crawl"); err != nil || len(all) != 0 {
+			b.Errorf("%+v, %v", all, err)
+		}
+		b.Edit(v.ID, "description", v.Config["description"])
+		b.Edit(v.ID, "lock", "")
+		if all, err := fresh.List(b.Context(), "crawl"); err != nil || len(all) != 1 || all[0].ID != x.ID {
+			b.Errorf("%+v, %v", all, err)
+		}
+	})
+}
+
 func TestAVMWithoutANameThatIsNotBeingClonedIsNotWaitedFor(t *testing.T) {
 	run(t, fakepve.Config{}, func(c *fakepve.Cluster, _ *proxmox.Config) {
 		c.AddVM("pve1", 50000, "", "", nil)
@@ -216,6 +273,39 @@ func TestACloneWithoutANameInThePlaceOfAnInstanceIsNeitherItNorSomebodyElsesYet(
 	}
 }
 
+func TestAVMWithoutANameAndWithoutALockIsSomebodyElses(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		b.Remove(vmidOf(x)) // the seed stays
+		b.AddVM("pve2", vmidOf(x), "", "", nil)
+		if err := b.p.Delete(b.Context(), x.ID); !errors.Is(err, provider.ErrNotFound) {
+			b.Errorf("%v", err)
+		}
+		if _, ok := b.VM(vmidOf(x)); !ok {
+			b.Error("it was deleted")
+		}
+		b.Remove(vmidOf(x))
+		b.nothingLeft()
+	})
+}
+
+func TestNoVMIDIsTriedThatIsKnownToBeTaken(t *testing.T) {
+	run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
+		config.VMIDMin, config.VMIDMax = 50000, 50019
+		for i := range 10 {
+			c.AddContainer("pve1", 50000+i, "mail")
+		}
+		c.CutOff("pve1", true) // asked first, and knows of nothing that comes now
+		for i := 10; i < 19; i++ {
+			c.AddVM("pve2", 50000+i, "database", "", nil)
+		}
+	}, func(b *bench) {
+		if x := b.create("a"); vmidOf(x) != 50019 || b.Count("POST", "/nodes/*/qemu/*/clone") != 1 {
+			b.Errorf("%+v after %d clones", x, b.Count("POST", "/nodes/*/qemu/*/clone"))
+		}
+	})
+}
+
 func TestASeedThatIsDamagedOnItsWayIsNeverBootedFrom(t *testing.T) {
 	run(t, fakepve.Config{}, nil, func(b *bench) {
 		b.DamageUploads(1)
@@ -239,6 +329,53 @@ func TestASeedThatIsDamagedOnItsWayIsNeverBootedFrom(t *testing.T) {
 			b.Errorf("%d starts", n)
 		}
 		b.nothingLeft()
+	})
+}
+
+func TestASeedThatIsNotSurelyThereIsSentAgainAndNeverBootedFrom(t *testing.T) {
+	volume := fakepve.Fault{Method: "GET", Path: "/nodes/*/storage/local/content/*/*", Status: 500}
+	for _, reason := range []string{"volume_size_info on 'local:iso/x.iso' failed - no format", "mount error: Host is down"} {
+		for _, times := range []int{1, 0} {
+			run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.Nodes = config.Nodes[:1] }, func(b *bench) {
+				f := volume
+				f.Reason, f.Times = reason, times
+				remove := b.Fault(f)
+				_, err := b.try("a")
+				if uploads := b.Count("POST", "/nodes/*/storage/*/upload"); times == 1 && (err != nil || uploads != 2) {
+					b.Errorf("%s: %v; %d uploads, want 2", reason, err, uploads)
+				}
+				if times == 0 && (err == nil || errors.Is(err, provider.ErrPermanent) || b.Count("POST", "/nodes/*/qemu/*/status/start") != 0) {
+					b.Errorf("%s: %v", reason, err)
+				}
+				remove()
+				for _, x := range b.list() {
+					b.remove(b.p, x.ID)
+				}
+				if times == 1 { // else the node denies that there is anything to remove
+					b.nothingLeft()
+				}
+			})
+		}
+	}
+}
+
+// TestASeedOfWhoseUploadTheEndIsNotKnownIsSentAgain is also about nodes that lose power: the file is there, and not what is in it.
+func TestASeedOfWhoseUploadTheEndIsNotKnownIsSentAgain(t *testing.T) {
+	for name, end := range ends {
+		run(t, fakepve.Config{}, nil, func(b *bench) {
+			end.Method, end.Path, end.Times = "GET", "/nodes/*/tasks/UPID:*:imgcopy:*/status", 1
+			b.Fault(end)
+			if _, err := b.try("a"); err != nil || b.Count("POST", "/nodes/*/storage/*/upload") != 2 || b.Count("POST", "/nodes/*/qemu/*/clone") != 1 {
+				b.Errorf("%s: %v; %d uploads", name, err, b.Count("POST", "/nodes/*/storage/*/upload"))
+			}
+		})
+	}
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		b.TaskFault(fakepve.TaskFault{Type: "imgcopy", Times: 1, Exit: "failed to stat '/var/tmp/pveupload-0123456789abcdef0123456789abcdef'"})
+		b.create("a")
+		if uploads, clones := b.Count("POST", "/nodes/*/storage/*/upload"), b.Count("POST", "/nodes/*/qemu/*/clone"); uploads != 2 || clones != 1 {
+			b.Errorf("%d uploads to %d clones, want 2 to one", uploads, clones)
+		}
 	})
 }
 

@@ -313,33 +313,25 @@ func (p *Provider) observe(ctx context.Context) (view, error) {
 
 // seesEverything makes sure that lists are whole: Proxmox leaves out what the token may not see, without a word.
 func (p *Provider) seesEverything(ctx context.Context) error {
-	rights, err := p.rights(ctx, nil, "/vms")
-	if err != nil {
+	var tree grants
+	if err := p.any(ctx, request{method: http.MethodGet, path: "/access/permissions?path=/vms"}, &tree); err != nil {
 		return err
 	}
-	if !rights["VM.Audit"] {
+	if !tree.have("/vms", "VM.Audit") {
 		return &fault{kind: provider.ErrDenied, reason: provider.ReasonPermissionDenied,
 			message: "the token lacks VM.Audit on /vms, without which lists leave out VMs and duplicates would be made"}
 	}
 	return nil
 }
 
-// rights returns the token's privileges at a path, asked through e, or through any endpoint when e is nil.
-func (p *Provider) rights(ctx context.Context, e *endpoint, path string) (map[string]bool, error) {
-	var tree map[string]map[string]number
-	r := request{method: http.MethodGet, path: "/access/permissions?path=" + path}
-	var err error
-	if e == nil {
-		err = p.any(ctx, r, &tree)
-	} else {
-		err = p.send(ctx, e, r, &tree)
-	}
-	have := map[string]bool{}
-	for privilege, propagates := range tree[path] {
-		// What is granted without propagation counts at this very path only.
-		have[privilege] = propagates != 0 || path != "/vms" && !strings.HasPrefix(path, "/pool/")
-	}
-	return have, err
+// grants are privileges by path, each with whether it counts below the path too.
+type grants map[string]map[string]number
+
+// have reports whether a privilege is granted at a path: at /vms that means on the VMs. What a pool grants does not propagate, and
+// counts for what is in the pool all the same.
+func (g grants) have(path, privilege string) bool {
+	propagates, granted := g[path][privilege]
+	return granted && (propagates != 0 || path != "/vms")
 }
 
 // configOf reads the configuration of a VM on a node. A fault with absent says that it is not there, and maybe elsewhere.
@@ -436,7 +428,7 @@ func (p *Provider) owners(ctx context.Context, seen *view) ([]vm, error) {
 		p.mu.Lock()
 		k, ok := p.known[id]
 		p.mu.Unlock()
-		if ok && r.live && r.Lock == "" && k.name == string(r.Name) && time.Since(k.at) < knownFor {
+		if ok && r.live && k.name == string(r.Name) && time.Since(k.at) < knownFor {
 			mu.Lock()
 			found = append(found, vm{r, k})
 			mu.Unlock()
@@ -646,9 +638,9 @@ func (p *Provider) find(ctx context.Context, id string) (vm, vmConfig, handle, e
 	case same:
 		return v, c, h, permanent(provider.ReasonUnknown,
 			"VM %d on %s was %s and has been renamed or has lost our mark by hand, so it is not touched; give it back its name and description, or destroy it", h.vmid, node, h.name)
-	case v.mark.Owner != "" || v.known.name != "" && v.known.name != h.name:
+	case v.mark.Owner != "" || v.known.name != h.name && (v.known.name != "" || c.lock() == ""):
 		return v, c, h, &fault{kind: provider.ErrNotFound, reason: provider.ReasonUnknown, message: fmt.Sprintf("VM %d is another one now", h.vmid)}
-	case c.lock() == "destroyed" || v.known.name == "":
+	case v.known.name == "": // with the lock clone it is to come, and with the lock destroyed nothing else is left
 		return v, c, h, unavailable(provider.ReasonUnknown,
 			"VM %d on %s has the lock %q and no name; it is being made or destroyed, or what did that has died: then, as root, qm unlock %d && qm destroy %d", h.vmid, node, c.lock(), h.vmid, h.vmid)
 	}
