@@ -613,10 +613,11 @@ func upload(s *libvirt.Session, vol golibvirt.StorageVol, content io.Reader) err
 	paced := newPace(r, func() { _, _ = s.ConnectGetLibVersion() }) // that it comes back is all
 	err := s.StorageVolUpload(vol, paced, 0, 0, 0)
 	cause := r.end()
-	paced.end()
 	if err == nil {
+		paced.answered() // the session is used again
 		return nil
 	}
+	// The session is not, and what is still asked ends with it: a host that refuses an image need not answer the rest.
 	if cause != nil {
 		err = cause // why the stream was broken off, which the host can't know
 	}
@@ -631,6 +632,8 @@ type packets struct {
 	source io.Reader
 	begun  bool
 	err    error
+
+	last bool // nothing comes behind what Read has returned; for whoever calls Read
 }
 
 func (p *packets) Read(b []byte) (int, error) {
@@ -648,7 +651,7 @@ func (p *packets) Read(b []byte) (int, error) {
 	if errors.Is(err, io.ErrUnexpectedEOF) {
 		err = io.EOF
 	}
-	p.err = err
+	p.err, p.last = err, err != nil
 	if n > 0 {
 		return n, nil
 	}

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
@@ -419,6 +420,114 @@ func TestAnUploadThatTheHostNeverTakesIsGivenUp(t *testing.T) {
 		r.create(t, "a", spec())
 		if b := r.bases(); len(b) != 2 {
 			t.Errorf("on the host: %q", b)
+		}
+	})
+}
+
+// inBubbleWithManyPackets runs f with a host whose image "debian" is uploaded in several packets.
+func inBubbleWithManyPackets(t *testing.T, f func(t *testing.T, r *rig)) {
+	t.Helper()
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		content := qcow2(1<<30, firstPacket+8*packet+10)
+		r.web.serve("/many.qcow2", content)
+		r.config.Images["debian"] = Image{URL: "https://images.example/many.qcow2", SHA256: sum(content), Format: "qcow2", Firmware: "uefi"}
+		f(t, r)
+	})
+}
+
+func TestAHostThatHangsAtAnyPacketIsGivenUpInTime(t *testing.T) {
+	for _, at := range []int64{firstPacket - 1, firstPacket, firstPacket + packet, firstPacket + 2*packet, firstPacket + 8*packet} {
+		inBubbleWithManyPackets(t, func(t *testing.T, r *rig) {
+			r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolUpload", Times: 1, Bytes: at, Hang: true})
+			begin := time.Now()
+			_, err := r.Create(t.Context(), request("a", spec()), "")
+			wantKind(t, err, provider.ErrUnavailable, provider.ReasonTimeout, "does the storage pool default hang?")
+			if took := time.Since(begin); took < uploadStall || took > uploadStall+time.Second {
+				t.Errorf("after %d bytes: given up after %s", at, took)
+			}
+			r.create(t, "a", spec())
+			if left := r.bases(); len(left) != 2 {
+				t.Errorf("after %d bytes: on the host: %q", at, left)
+			}
+		})
+	}
+}
+
+func TestARefusedImageSaysSoThoughAQuestionHasNoAnswer(t *testing.T) {
+	inBubbleWithManyPackets(t, func(t *testing.T, r *rig) {
+		r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolUpload", Times: 1, Bytes: firstPacket, Code: golibvirt.ErrSystemError, Message: "cannot write to stream: No space left on device"})
+		r.peer.Inject(libvirttest.Fault{Procedure: "ConnectGetLibVersion", Times: 1, Hang: true})
+		begin := time.Now()
+		_, err := r.Create(t.Context(), request("a", spec()), "")
+		wantKind(t, err, provider.ErrNoCapacity, provider.ReasonInsufficientCapacity, "the storage pool is full")
+		if took := time.Since(begin); took > time.Second {
+			t.Errorf("it took %s to say so", took)
+		}
+		r.create(t, "a", spec())
+	})
+}
+
+func TestAnImageArrivesWhateverBecomesOfTheQuestionsBehindItsPackets(t *testing.T) {
+	for what, fault := range map[string]libvirttest.Fault{
+		"refused": {Code: golibvirt.ErrAccessDenied, Message: "access denied"},
+		"late":    {Delay: time.Minute, Times: 5},
+		"never":   {Hang: true, Times: maxFlying},
+	} {
+		inBubbleWithManyPackets(t, func(t *testing.T, r *rig) {
+			fault.Procedure = "ConnectGetLibVersion"
+			r.peer.Inject(fault)
+			begin := time.Now()
+			r.create(t, "a", spec())
+			if took := time.Since(begin); took > uploadStall+time.Second || !fault.Hang && took > 5*time.Minute/4 {
+				t.Errorf("%s: it took %s", what, took)
+			}
+			// Whoever has the session next meets no question of before.
+			begin = time.Now()
+			r.create(t, "b", spec())
+			if took := time.Since(begin); took > time.Second {
+				t.Errorf("%s: the next create took %s", what, took)
+			}
+		})
+	}
+}
+
+func TestASeedIsUploadedWithoutAQuestion(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		r.create(t, "a", spec())
+		if n := r.peer.Calls()["ConnectGetLibVersion"]; n > 0 {
+			t.Errorf("a small image and a seed have %d questions", n)
+		}
+	})
+}
+
+func TestWhatIsTriedPatientlyIsTriedOnceWhenThereIsNoTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		busy := errors.New("busy")
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		for name, test := range map[string]struct {
+			ctx  context.Context
+			free int // from which call on
+			want int
+			err  error
+			took time.Duration
+		}{
+			"at once":       {t.Context(), 1, 1, nil, 0},
+			"soon":          {t.Context(), 3, 3, nil, 2 * time.Second},
+			"never":         {t.Context(), 99, 11, busy, 10500 * time.Millisecond},
+			"no time":       {ended, 99, 1, busy, 0},
+			"no time, free": {ended, 1, 1, nil, 0},
+		} {
+			n, begin := 0, time.Now()
+			err := patiently(test.ctx, 10500*time.Millisecond, time.Second, func() (bool, error) {
+				if n++; n < test.free {
+					return true, busy
+				}
+				return false, nil
+			})
+			if took := time.Since(begin); n != test.want || !errors.Is(err, test.err) || took != test.took {
+				t.Errorf("%s: %d calls in %s, %v", name, n, took, err)
+			}
 		}
 	})
 }

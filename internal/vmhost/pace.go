@@ -1,7 +1,6 @@
 package vmhost
 
 import (
-	"io"
 	"sync"
 	"time"
 )
@@ -13,15 +12,18 @@ const (
 	// paceSpan is after how many packets a pace judges itself.
 	paceSpan = 16
 	// paceLimit is how long a packet may have to wait on average. One every 5 ms is 50 MiB/s, which sshd manages whatever it
-	// has to copy: the host is far away, its answers are held back, or it is slower than that anyway.
+	// has to copy: the host is far away, its answers are held back or never come, or it is slower than that anyway.
 	paceLimit = 5 * time.Millisecond
 )
 
 // pace bounds what is on its way to libvirtd. sshd takes up to 2 MiB more than libvirtd does, into a buffer that it copies
 // anew for each 32 KiB by which it grows, and that takes it longer than all the rest. So behind each packet goes a question,
 // which libvirtd answers once it has read what came before. Where that does not pay it stops.
+//
+// Nothing is asked behind the last packet: without TCP_NODELAY the host's word that it has everything would wait until the answer
+// was acknowledged, which makes 10 ms for the seed of an instance 50.
 type pace struct {
-	packets io.Reader
+	packets *packets
 	ask     func() // asks and returns when there is an answer, or none will come
 	flying  chan struct{}
 	begun   bool // a packet has been given out
@@ -30,18 +32,15 @@ type pace struct {
 	waited  time.Duration // in this span
 
 	questions sync.WaitGroup
-	// mu guards ended. Questions are added under mu and while it is not set.
-	mu    sync.Mutex
-	ended bool
 }
 
-func newPace(packets io.Reader, ask func()) *pace {
+func newPace(packets *packets, ask func()) *pace {
 	return &pace{packets: packets, ask: ask, flying: make(chan struct{}, maxFlying)}
 }
 
 // Read is called when the packet before has been sent.
 func (p *pace) Read(b []byte) (int, error) {
-	if !p.stopped {
+	if !p.stopped && !p.packets.last {
 		if p.begun {
 			p.question()
 		}
@@ -53,33 +52,27 @@ func (p *pace) Read(b []byte) (int, error) {
 
 // question asks whether the packet before has arrived.
 func (p *pace) question() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.ended {
-		<-p.flying
-		return
-	}
 	p.questions.Go(func() {
 		p.ask()
 		<-p.flying
 	})
 }
 
-// wait returns when another packet may be sent.
+// wait returns when another packet may be sent, which is also when the waits of this span have been too long.
 func (p *pace) wait() {
 	begin := time.Now()
-	p.flying <- struct{}{} // each question ends, if only with the session
+	timer := time.NewTimer(paceSpan*paceLimit - p.waited)
+	defer timer.Stop()
+	select {
+	case p.flying <- struct{}{}:
+	case <-timer.C:
+		p.stopped = true
+	}
 	p.waited += time.Since(begin)
 	if p.n++; p.n == paceSpan {
-		p.stopped = p.waited > paceSpan*paceLimit
 		p.n, p.waited = 0, 0
 	}
 }
 
-// end returns when each question has its answer or has ended with the session.
-func (p *pace) end() {
-	p.mu.Lock()
-	p.ended = true
-	p.mu.Unlock()
-	p.questions.Wait()
-}
+// answered returns when each question has its answer or has ended with the session. Nothing may be read any more.
+func (p *pace) answered() { p.questions.Wait() }

@@ -40,8 +40,9 @@ func pull(t *testing.T, p *pace, n int) {
 
 func TestNoMorePacketsAreOnTheirWayThanPay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		d := &daemon{late: time.Hour}
-		p := newPace(bytes.NewReader(make([]byte, 10)), d.ask)
+		const late = paceSpan * paceLimit * 3 / 4
+		d := &daemon{late: late}
+		p := newPace(&packets{source: bytes.NewReader(make([]byte, 10))}, d.ask)
 		var given atomic.Int64
 		go func() {
 			for range 10 {
@@ -55,13 +56,13 @@ func TestNoMorePacketsAreOnTheirWayThanPay(t *testing.T) {
 		if given.Load() != maxFlying || d.flying.Load() != maxFlying {
 			t.Errorf("%d packets are on their way and %d questions have no answer, want %d of both", given.Load(), d.flying.Load(), maxFlying)
 		}
-		time.Sleep(time.Hour)
+		time.Sleep(late)
 		synctest.Wait()
 		if given.Load() != 2*maxFlying {
 			t.Errorf("after the answers %d packets have been given out, want %d", given.Load(), 2*maxFlying)
 		}
-		time.Sleep(3 * time.Hour)
-		p.end()
+		time.Sleep(time.Minute)
+		p.answered()
 	})
 }
 
@@ -70,25 +71,26 @@ func TestAPaceStopsWhereAnswersAreLate(t *testing.T) {
 		late, source time.Duration
 		stops        bool
 	}{
-		"a host nearby":        {time.Millisecond, 0, false},
-		"a host far away":      {30 * time.Millisecond, 0, true},
-		"answers held back":    {44 * time.Millisecond, 0, true},
-		"a source that stands": {time.Millisecond, time.Second, false},
+		"a host nearby":           {time.Millisecond, 0, false},
+		"a host far away":         {30 * time.Millisecond, 0, true},
+		"answers held back":       {44 * time.Millisecond, 0, true},
+		"answers that never come": {24 * time.Hour, 0, true},
+		"a source that stands":    {time.Millisecond, time.Second, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				const n = 4 * paceSpan
 				d := &daemon{late: test.late}
-				p := newPace(&slow{bytes.NewReader(make([]byte, n)), test.source}, d.ask)
+				p := newPace(&packets{source: &slow{bytes.NewReader(make([]byte, n)), test.source}}, d.ask)
 				begin := time.Now()
 				pull(t, p, n)
 				took := time.Since(begin)
-				p.end()
+				p.answered()
 				if asked := d.asked.Load(); test.stops != (asked < n-1) {
 					t.Errorf("%d questions for %d packets", asked, n)
 				}
 				// Nothing is lost but what it takes to see that it does not pay.
-				if most := n*test.source + max(n, paceSpan)*test.late; took > most || test.stops && took > paceSpan*test.late {
+				if most := n*test.source + n*test.late; took > most || test.stops && took > paceSpan*paceLimit {
 					t.Errorf("it took %s", took)
 				}
 			})
@@ -107,32 +109,50 @@ func (s *slow) Read(b []byte) (int, error) {
 	return s.Reader.Read(b)
 }
 
-func TestTheEndOfAPaceIsTheEndOfItsQuestions(t *testing.T) {
+func TestAPaceWaitsForItsQuestionsAndAsksNothingBehindTheLastPacket(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		d := &daemon{late: time.Hour, release: make(chan struct{})}
 		boom := errors.New("boom")
-		p := newPace(io.MultiReader(bytes.NewReader(make([]byte, 2)), &failing{boom}), d.ask)
-		pull(t, p, 2)
-		if _, err := p.Read(make([]byte, 1)); !errors.Is(err, boom) {
-			t.Errorf("a source that fails: %v", err)
-		}
-		go func() {
-			time.Sleep(time.Second)
-			close(d.release) // the session ends
-		}()
-		begin := time.Now()
-		p.end()
-		if took := time.Since(begin); took != time.Second || d.flying.Load() != 0 {
-			t.Errorf("it ended after %s with %d questions", took, d.flying.Load())
-		}
-		asked := d.asked.Load()
-		for range 2 * maxFlying {
-			if _, err := p.Read(make([]byte, 1)); !errors.Is(err, boom) {
-				t.Errorf("after the end: %v", err)
+		for name, test := range map[string]struct {
+			source io.Reader
+			size   int
+			n      int
+			end    error
+			asked  int64
+		}{
+			"a seed":                     {bytes.NewReader(make([]byte, 10)), 4 << 20, 1, io.EOF, 0},
+			"two packets":                {bytes.NewReader(make([]byte, firstPacket+10)), 4 << 20, 2, io.EOF, 1},
+			"an end that is not seen":    {bytes.NewReader(make([]byte, 2)), 1, 2, io.EOF, 2},
+			"a source that fails":        {io.MultiReader(bytes.NewReader(make([]byte, 2)), &failing{boom}), 1, 2, boom, 2},
+			"a source that fails inside": {io.MultiReader(bytes.NewReader(make([]byte, firstPacket+10)), &failing{boom}), 4 << 20, 2, boom, 1},
+		} {
+			d := &daemon{late: time.Hour, release: make(chan struct{})}
+			p := newPace(&packets{source: test.source}, d.ask)
+			b := make([]byte, test.size)
+			for range test.n {
+				if _, err := p.Read(b); err != nil {
+					t.Errorf("%s: %v", name, err)
+				}
 			}
-		}
-		if d.asked.Load() != asked {
-			t.Error("it asks after its end")
+			for range 2 * maxFlying { // go-libvirt stops at the first
+				if n, err := p.Read(b); n != 0 || !errors.Is(err, test.end) {
+					t.Errorf("%s: %d bytes at the end, %v", name, n, err)
+				}
+			}
+			synctest.Wait()
+			if asked := d.asked.Load(); asked != test.asked {
+				t.Errorf("%s: %d questions, want %d", name, asked, test.asked)
+			}
+			begin := time.Now()
+			time.AfterFunc(time.Second, func() { close(d.release) }) // the session ends
+			p.answered()
+			want := time.Second
+			if test.asked == 0 {
+				want = 0
+			}
+			if took := time.Since(begin); took != want || d.flying.Load() != 0 {
+				t.Errorf("%s: it ended after %s with %d questions", name, took, d.flying.Load())
+			}
+			time.Sleep(time.Second)
 		}
 	})
 }
