@@ -136,7 +136,7 @@ func (s *source) request() (again bool, err error) {
 
 func (s *source) accept(resp *http.Response) error {
 	switch {
-	case resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusGone:
+	case resp.StatusCode == http.StatusGone: // for good; what is not found may be on its way to a mirror
 		return fault(provider.ErrPermanent, provider.ReasonImageNotFound, "get %s: %s", s.shown, resp.Status)
 	case s.offset == 0 && resp.StatusCode == http.StatusOK:
 		s.total = resp.ContentLength

@@ -175,7 +175,7 @@ func TestADownloadThatCantGoOnFails(t *testing.T) {
 			if !begin(rw, r) {
 				http.NotFound(rw, r)
 			}
-		}, Image{}, provider.ErrPermanent, provider.ReasonImageNotFound, "404", 2},
+		}, Image{}, provider.ErrUnavailable, provider.ReasonImageNotFound, "404", 2},
 		{"out of order meanwhile", func(rw http.ResponseWriter, r *http.Request) {
 			if !begin(rw, r) {
 				http.Error(rw, "later", http.StatusServiceUnavailable)
@@ -193,7 +193,9 @@ func TestADownloadThatCantGoOnFails(t *testing.T) {
 		}, Image{}, provider.ErrUnavailable, provider.ReasonImageNotFound, "broke off at byte 5000", 1},
 		{"another digest", func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write(payload[:5000]) },
 			Image{SHA256: sum(payload)}, provider.ErrPermanent, provider.ReasonImageNotFound, sum(payload[:5000]) + ", and the configuration says " + sum(payload), 1},
-		{"not there", http.NotFound, Image{}, provider.ErrPermanent, provider.ReasonImageNotFound, "404", 1},
+		{"not there", http.NotFound, Image{}, provider.ErrUnavailable, provider.ReasonImageNotFound, "404", 1},
+		{"gone for good", func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusGone) },
+			Image{}, provider.ErrPermanent, provider.ReasonImageNotFound, "410", 1},
 		{"forbidden", func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusForbidden) },
 			Image{}, provider.ErrUnavailable, provider.ReasonImageNotFound, "403", 1},
 		{"nothing in it", func(http.ResponseWriter, *http.Request) {}, Image{}, provider.ErrPermanent, provider.ReasonImageNotFound, "is empty", 1},

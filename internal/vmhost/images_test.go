@@ -114,7 +114,7 @@ func TestWhatIsNoGoodImageIsNeverABase(t *testing.T) {
 		}, "debian", provider.ErrPermanent, provider.ReasonImageNotFound, "give it a new name in Images"},
 		{"not there", func(r *rig) {
 			r.config.Images["debian"] = Image{URL: "https://images.example/nothing", Format: "qcow2", Firmware: "uefi"}
-		}, "debian", provider.ErrPermanent, provider.ReasonImageNotFound, "404"},
+		}, "debian", provider.ErrUnavailable, provider.ReasonImageNotFound, "404"},
 		{"cut at the host", func(r *rig) {
 			r.peer.Inject(libvirttest.Fault{Procedure: "StorageVolUpload", Times: 1, Bytes: 1, Cut: true})
 		}, "debian", provider.ErrUnavailable, provider.ReasonUnreachable, ""},

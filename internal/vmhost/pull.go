@@ -79,7 +79,7 @@ func pullFault(err error, shown string) error {
 	case 127:
 		return fault(provider.ErrUnavailable, provider.ReasonUnsupported, "the host has no curl, which FetchOnHost needs")
 	case 22:
-		if strings.Contains(exit.Stderr, "404") || strings.Contains(exit.Stderr, "410") {
+		if strings.Contains(exit.Stderr, "410") {
 			return fault(provider.ErrPermanent, provider.ReasonImageNotFound, "get %s: %s", shown, exit.Stderr)
 		}
 	case 23:

@@ -148,7 +148,12 @@ func TestWhatAHostFetchesWrongIsNotPublished(t *testing.T) {
 			return func(string, string) (string, string, int) {
 				return "", "curl: (22) The requested URL returned error: 404", 22
 			}
-		}, provider.ErrPermanent, provider.ReasonImageNotFound, "404"},
+		}, provider.ErrUnavailable, provider.ReasonImageNotFound, "404"},
+		{"gone for good", func(**libvirttest.Host) shell {
+			return func(string, string) (string, string, int) {
+				return "", "curl: (22) The requested URL returned error: 410", 22
+			}
+		}, provider.ErrPermanent, provider.ReasonImageNotFound, "410"},
 		{"nonsense", func(**libvirttest.Host) shell {
 			return func(string, string) (string, string, int) { return "Welcome!\n", "", 0 }
 		}, provider.ErrUnavailable, provider.ReasonUnknown, `the host said "Welcome!\n"`},
