@@ -14,6 +14,9 @@ const (
 	// paceLimit is how long a packet may have to wait on average. One every 5 ms is 50 MiB/s, which sshd manages whatever it
 	// has to copy: the host is far away, its answers are held back or never come, or it is slower than that anyway.
 	paceLimit = 5 * time.Millisecond
+	// paceTries is how many spans in a row must be like that. The first takes 40 to 80 ms on a host nearby too, and now and then
+	// one does on a host that is busy.
+	paceTries = 5
 )
 
 // pace bounds what is on its way to libvirtd. sshd takes up to 2 MiB more than libvirtd does, into a buffer that it copies
@@ -26,10 +29,10 @@ type pace struct {
 	packets *packets
 	ask     func() // asks and returns when there is an answer, or none will come
 	flying  chan struct{}
-	begun   bool // a packet has been given out
-	stopped bool
+	held    bool          // the packet before has a place in flying
 	n       int           // of the packets of this span
 	waited  time.Duration // in this span
+	late    int           // spans in a row that were too long
 
 	questions sync.WaitGroup
 }
@@ -40,12 +43,11 @@ func newPace(packets *packets, ask func()) *pace {
 
 // Read is called when the packet before has been sent.
 func (p *pace) Read(b []byte) (int, error) {
-	if !p.stopped && !p.packets.last {
-		if p.begun {
+	if p.late < paceTries && !p.packets.last {
+		if p.held {
 			p.question()
 		}
-		p.begun = true
-		p.wait()
+		p.held = p.wait()
 	}
 	return p.packets.Read(b)
 }
@@ -58,20 +60,22 @@ func (p *pace) question() {
 	})
 }
 
-// wait returns when another packet may be sent, which is also when the waits of this span have been too long.
-func (p *pace) wait() {
+// wait returns when another packet may be sent, and whether it has a place: none when this span has waited too long.
+func (p *pace) wait() bool {
 	begin := time.Now()
 	timer := time.NewTimer(paceSpan*paceLimit - p.waited)
 	defer timer.Stop()
 	select {
 	case p.flying <- struct{}{}:
 	case <-timer.C:
-		p.stopped = true
+		p.n, p.waited, p.late = 0, 0, p.late+1
+		return false
 	}
 	p.waited += time.Since(begin)
 	if p.n++; p.n == paceSpan {
-		p.n, p.waited = 0, 0
+		p.n, p.waited, p.late = 0, 0, 0
 	}
+	return true
 }
 
 // answered returns when each question has its answer or has ended with the session. Nothing may be read any more.
