@@ -78,7 +78,8 @@ func (p *Provider) destroy(ctx context.Context, node string, h handle) error {
 			return err
 		}
 	}
-	if p.attached(c, h) == "" {
+	half := p.attached(c, h) == ""
+	if half {
 		// A create may have been interrupted while its upload was on the way, and the seed be still to come.
 		if err := p.uploadsEnd(ctx, node); err != nil {
 			return err
@@ -99,7 +100,14 @@ func (p *Provider) destroy(ctx context.Context, node string, h handle) error {
 		at, whereErr := p.where(ctx, h.vmid)
 		if whereErr == nil && at == "" {
 			p.unremember(h.vmid)
-			return nil
+			if !half {
+				return nil
+			}
+			// The node may have had all of the upload and not yet begun its task when it was asked for those.
+			if err := p.uploadsEnd(ctx, node); err != nil {
+				return err
+			}
+			return p.removeSeed(ctx, node, h)
 		}
 		if err == nil && whereErr == nil {
 			err = unavailable(provider.ReasonUnknown, "VM %d is still on %s", h.vmid, at)

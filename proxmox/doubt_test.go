@@ -143,37 +143,40 @@ func TestCreatesOfOneProcessDoNotWaitForTheNamesOfEachOthersClones(t *testing.T)
 }
 
 func TestACloneThatNeverGetsANameDelaysOthersOnceAndIsLeftAlone(t *testing.T) {
-	run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
-		config.VMIDMin, config.VMIDMax = 50000, 50002
-		c.AddVM("pve1", 50000, "", "", map[string]string{"lock": "clone"})
-	}, func(b *bench) {
-		var took []time.Duration
-		for _, proxy := range []string{"a", "b"} {
-			begin := time.Now()
-			if x := b.create(proxy); vmidOf(x) == 50000 {
-				b.Errorf("%+v", x)
+	for _, nameless := range []int{50000, 50002} {
+		run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
+			config.VMIDMin, config.VMIDMax = 50000, 50002
+			c.AddVM("pve1", nameless, "", "", map[string]string{"lock": "clone"})
+		}, func(b *bench) {
+			var took []time.Duration
+			for _, proxy := range []string{"a", "b"} {
+				begin := time.Now()
+				if x := b.create(proxy); vmidOf(x) == nameless {
+					b.Errorf("%+v", x)
+				}
+				took = append(took, time.Since(begin))
 			}
-			took = append(took, time.Since(begin))
-		}
-		if took[0] < 20*time.Second || took[0] > time.Minute || took[1] > 15*time.Second {
-			b.Errorf("two creates took %s", took)
-		}
-		_, err := b.try("c")
-		b.wants(err, provider.ErrNoCapacity, provider.ReasonQuotaExceeded, "50000 to 50002")
-		if all := b.list(); len(all) != 2 {
-			b.Errorf("%+v", all)
-		}
-		for _, x := range b.list() {
-			b.remove(b.p, x.ID)
-		}
-		for _, r := range b.Requests() {
-			if r.Method != http.MethodGet && strings.Contains(r.Path, "/qemu/50000") {
-				b.Errorf("%+v was sent to it", r)
+			if took[0] < 20*time.Second || took[0] > time.Minute || took[1] > 15*time.Second {
+				b.Errorf("two creates took %s", took)
 			}
-		}
-		b.Remove(50000)
-		b.nothingLeft()
-	})
+			_, err := b.try("c")
+			b.wants(err, provider.ErrNoCapacity, provider.ReasonQuotaExceeded, "50000 to 50002")
+			all := b.list()
+			if len(all) != 2 {
+				b.Errorf("%+v", all)
+			}
+			for _, x := range all {
+				b.remove(b.p, x.ID)
+			}
+			for _, r := range b.Requests() {
+				if r.Method != http.MethodGet && strings.Contains(r.Path, fmt.Sprintf("/qemu/%d", nameless)) {
+					b.Errorf("%+v was sent to it", r)
+				}
+			}
+			b.Remove(nameless)
+			b.nothingLeft()
+		})
+	}
 }
 
 func TestOthersThatCloneAllTheTimeDoNotKeepACreateWaiting(t *testing.T) {
@@ -461,4 +464,216 @@ func TestAnAnswerThatNamesNoTaskLeavesTheOutcomeOpen(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestAnInstanceThatWasRenamedOrMadeATemplateIsNoInstance(t *testing.T) {
+	for key, value := range map[string]string{"name": "mine-now", "template": "1"} {
+		run(t, fakepve.Config{}, nil, func(b *bench) {
+			x := b.create("a")
+			b.PowerOff(vmidOf(x))
+			b.Edit(vmidOf(x), key, value)
+			before := len(b.Requests())
+			if all := b.list(); len(all) != 0 {
+				b.Errorf("%+v", all)
+			}
+			if err := b.p.Delete(b.Context(), x.ID); !errors.Is(err, provider.ErrPermanent) {
+				b.Errorf("%v", err)
+			}
+			for _, r := range b.Requests()[before:] {
+				if r.Method != http.MethodGet {
+					b.Errorf("%+v was sent", r)
+				}
+			}
+		})
+	}
+}
+
+func TestAHalfMadeCloneOfAProtectedTemplateIsRemoved(t *testing.T) {
+	for _, again := range []bool{false, true} {
+		run(t, fakepve.Config{}, func(c *fakepve.Cluster, _ *proxmox.Config) { more(c, map[string]string{"protection": "1"}) }, func(b *bench) {
+			ctx, kill := context.WithCancel(b.Context())
+			defer kill()
+			b.Fault(fakepve.Fault{Method: "POST", Path: "/nodes/*/qemu/*/config", Times: 1, Drop: true, Do: kill})
+			if _, err := b.p.Create(ctx, request("a", 1, spec())); err == nil {
+				b.Fatal("made")
+			}
+			if vms := b.VMs(); len(vms) != 1 || vms[0].Config["protection"] != "1" {
+				b.Fatalf("nothing is tested: %+v", vms)
+			}
+			fresh := b.another()
+			defer fresh.Close()
+			if again { // with another spec, for which the half is of no use
+				s := spec()
+				s.CPUs = 2
+				if _, err := fresh.Create(b.Context(), request("a", 1, s)); err != nil {
+					b.Error(err)
+				}
+			}
+			all, err := fresh.List(b.Context(), "crawl")
+			if err != nil || len(all) != 1 {
+				b.Fatalf("%+v, %v", all, err)
+			}
+			b.remove(fresh, all[0].ID)
+			b.nothingLeft()
+		})
+	}
+}
+
+func TestADeleteWaitsForAnUploadWhoseTaskBeginsAfterIt(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		b.SlowUploads(500 * time.Millisecond)
+		ctx, kill := context.WithCancel(b.Context())
+		defer kill()
+		b.Fault(fakepve.Fault{Method: "POST", Path: "/nodes/*/storage/*/upload", Times: 1, Do: func() { time.AfterFunc(10*time.Millisecond, kill) }})
+		if _, err := b.p.Create(ctx, request("a", 1, spec())); err == nil {
+			b.Fatal("made")
+		}
+		fresh := b.another()
+		defer fresh.Close()
+		all, err := fresh.List(b.Context(), "crawl")
+		if err != nil || len(all) != 1 {
+			b.Fatalf("%+v, %v", all, err)
+		}
+		if err := fresh.Delete(b.Context(), all[0].ID); err != nil {
+			b.Error(err)
+		}
+		time.Sleep(time.Minute)
+		b.nothingLeft()
+	})
+}
+
+func TestADeleteDoesNotWaitForTheUploadsOfOtherTokens(t *testing.T) {
+	const otherID, otherSecret = "shop@pve!list", "1b1c2d3e-another-secret-of-a-token"
+	run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
+		c.AddToken(otherID, otherSecret)
+		grant(c, otherID, 9)
+		config.Nodes = config.Nodes[:1]
+	}, func(b *bench) {
+		b.Fault(fakepve.Fault{Method: "POST", Path: "/nodes/*/storage/*/upload", Times: 1, Status: 403, Reason: "Permission check failed"})
+		if _, err := b.try("a"); err == nil {
+			b.Fatal("made")
+		}
+		second := b.config
+		second.Name, second.TokenID = "other", otherID
+		second.Secret = func(context.Context) ([]byte, error) { return []byte(otherSecret), nil }
+		other, err := proxmox.New(second)
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer other.Close()
+		b.TaskFault(fakepve.TaskFault{Type: "imgcopy", Delay: 90 * time.Second})
+		s := spec()
+		s.Provider = "other"
+		var making sync.WaitGroup
+		making.Go(func() { _, _ = other.Create(b.Context(), request("b", 1, s)) })
+		time.Sleep(20 * time.Second)
+		begin := time.Now()
+		for _, x := range b.list() {
+			if err := b.p.Delete(b.Context(), x.ID); err != nil {
+				b.Error(err)
+			}
+		}
+		if took := time.Since(begin); took > 20*time.Second || b.Count("POST", "/nodes/*/storage/*/upload") != 2 {
+			b.Errorf("it took %s beside %d uploads", took, b.Count("POST", "/nodes/*/storage/*/upload")-1)
+		}
+		making.Wait()
+	})
+}
+
+func TestAVMThatMovesDuringADeleteIsDeletedWhereItIs(t *testing.T) {
+	moved := 0
+	for n := range 6 {
+		run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.SeedStorage, config.Logger = "shared", nil }, func(b *bench) {
+			b.Grant(tokenID, "/storage/shared", "Datastore.Allocate", "Datastore.AllocateTemplate", "Datastore.Audit")
+			x := b.place("a", "pve1")
+			b.PowerOff(vmidOf(x))
+			b.Fault(fakepve.Fault{Method: "GET", Path: "/nodes/pve1/qemu/5*/config", Skip: n, Times: 1, Do: func() {
+				moved++
+				b.Migrate(vmidOf(x), "pve3")
+			}})
+			if err := b.p.Delete(b.Context(), x.ID); err != nil && errors.Is(err, provider.ErrPermanent) {
+				b.Errorf("at read %d: %v", n, err)
+			}
+			if n == 1 {
+				if _, ok := b.VM(vmidOf(x)); ok {
+					b.Errorf("at read %d: it is still there", n)
+				}
+			}
+			b.remove(b.p, x.ID)
+			b.nothingLeft()
+		})
+	}
+	if moved < 3 {
+		t.Errorf("%d moves: nothing was tested", moved)
+	}
+}
+
+func TestAVMThatSomethingIsAtWorkOnIsNotTakenUp(t *testing.T) {
+	for lock, text := range map[string]string{"backup": `"backup"`, "snapshot": `"snapshot"`, "migrate": `"migrate"`} {
+		run(t, fakepve.Config{}, nil, func(b *bench) {
+			x := b.create("a")
+			b.PowerOff(vmidOf(x))
+			b.Edit(vmidOf(x), "lock", lock)
+			before := len(b.Requests())
+			_, err := b.try("a")
+			b.wants(err, provider.ErrUnavailable, provider.ReasonUnknown, text)
+			for _, r := range b.Requests()[before:] {
+				if r.Method != http.MethodGet {
+					b.Errorf("%+v was sent", r)
+				}
+			}
+		})
+	}
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		b.PowerOff(vmidOf(x))
+		b.Edit(vmidOf(x), "lock", "suspending") // before there is a saved state
+		_, err := b.try("a")
+		b.wants(err, provider.ErrPermanent, provider.ReasonUnsupported, "hibernated")
+	})
+}
+
+func TestADeleteOfACloneWhoseWorkerDiedNamesItForAnOperator(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		b.TaskFault(fakepve.TaskFault{Type: "qmclone", Times: 1, Kill: true})
+		ctx, cancel := context.WithTimeout(b.Context(), time.Minute)
+		defer cancel()
+		if _, err := b.p.Create(ctx, request("a", 1, spec())); err == nil {
+			b.Fatal("made")
+		}
+		id := b.list()[0].ID
+		b.wants(b.p.Delete(b.Context(), id), provider.ErrUnavailable, provider.ReasonUnknown, "it is deleted when that is gone")
+		time.Sleep(11 * time.Minute)
+		b.wants(b.p.Delete(b.Context(), id), provider.ErrUnavailable, provider.ReasonUnknown, "qm unlock")
+	})
+}
+
+func TestVMsOutsideTheRangeThatAreNotNamedLikeInstancesAreNotRead(t *testing.T) {
+	run(t, fakepve.Config{}, func(c *fakepve.Cluster, _ *proxmox.Config) {
+		c.AddVM("pve1", 105, "database", "", nil)
+		c.AddVM("pve2", 49999, "mail", "", nil)
+		c.AddVM("pve2", 60000, "web", "", nil)
+	}, func(b *bench) {
+		b.create("a")
+		b.list()
+		for _, id := range []int{105, 49999, 60000} {
+			if n := b.Count("GET", fmt.Sprintf("/nodes/*/qemu/%d/config", id)); n != 0 {
+				b.Errorf("VM %d was read %d times", id, n)
+			}
+		}
+	})
+}
+
+func TestAnIDHasOneSpelling(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		for _, id := range []string{"0" + x.ID, "+" + x.ID, x.ID + "/", strings.ToUpper(x.ID), " " + x.ID} {
+			if err := b.p.Delete(b.Context(), id); !errors.Is(err, provider.ErrNotFound) {
+				b.Errorf("%q: %v", id, err)
+			}
+		}
+		if all := b.list(); len(all) != 1 || all[0].State != provider.StateRunning {
+			b.Errorf("%+v", all)
+		}
+	})
 }

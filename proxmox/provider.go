@@ -481,9 +481,6 @@ func (p *Provider) owner(ctx context.Context, r row) (known, row, error) {
 	}
 	k := p.identify(id, c)
 	r.Name, r.Lock = c["name"], c["lock"]
-	if c.hibernated() && r.Lock == "" {
-		r.Lock = "suspended"
-	}
 	if c.lock() == "" {
 		p.remember(id, k)
 	}

@@ -33,14 +33,15 @@ func (b *bench) place(proxy, node string) provider.Instance {
 func (b *bench) replace(vmid int) {
 	v, _ := b.VM(vmid)
 	b.Remove(vmid)
-	b.AddVM(v.Node, vmid, "database", "", map[string]string{"description": "of somebody else", "scsi0": "local-lvm:vm-1-disk-0,size=4G"})
+	b.AddVM(v.Node, vmid, "database", "", map[string]string{"description": "of somebody else", "scsi0": "local-lvm:vm-1-disk-0,size=4G",
+		"ide2": "local:iso/rescue.iso,media=cdrom"})
 }
 
 // untouched checks that somebody else's VM is as replace made it.
 func (b *bench) untouched(vmid int) {
 	b.Helper()
 	v, ok := b.VM(vmid)
-	if !ok || v.Config["name"] != "database" || v.Config["ide2"] != "" || v.Config["scsi0"] != "local-lvm:vm-1-disk-0,size=4G" || v.Config["agent"] != "" || v.Running {
+	if !ok || v.Config["name"] != "database" || v.Config["ide2"] != "local:iso/rescue.iso,media=cdrom" || v.Config["scsi0"] != "local-lvm:vm-1-disk-0,size=4G" || v.Config["agent"] != "" || v.Running {
 		b.Errorf("somebody else's VM was touched: %+v", v)
 	}
 }
