@@ -97,13 +97,16 @@ func Dial(ctx context.Context, config Config) (*Conn, error) {
 		}
 		c.ssh = client
 	}
-	s, slots, err := c.first(ctx)
+	s, way, err := c.first(ctx)
 	if err != nil {
 		_ = c.Close() // always nil
 		return nil, err
 	}
-	c.turns = make(chan struct{}, slots)
+	c.turns = make(chan struct{}, way.sessions)
 	c.put(s)
+	if c.ssh != nil && !way.command {
+		c.tasks.Go(c.hurry)
+	}
 	if c.ssh != nil {
 		c.tasks.Go(func() {
 			select {
@@ -117,26 +120,26 @@ func Dial(ctx context.Context, config Config) (*Conn, error) {
 }
 
 // first finds the way to libvirt's socket and opens a session on it.
-func (c *Conn) first(ctx context.Context) (*Session, int, error) {
+func (c *Conn) first(ctx context.Context) (*Session, way, error) {
 	var refusals []error
-	for _, way := range c.ways() {
-		c.setDial(way.dial)
+	for _, w := range c.ways() {
+		c.setDial(w.dial)
 		s, err := c.openSession(ctx)
 		if err == nil {
-			return s, way.sessions, nil
+			return s, w, nil
 		}
 		if ctx.Err() != nil || c.ssh != nil && c.ssh.Err() != nil || !elsewhere(err) {
-			return nil, 0, err
+			return nil, way{}, err
 		}
 		refusals = append(refusals, err)
 	}
 	// The first way is the one an operator would repair.
 	for _, err := range refusals[:c.sockets()] {
 		if !errors.Is(err, sshconn.ErrSocketMissing) && !errors.Is(err, os.ErrNotExist) {
-			return nil, 0, err
+			return nil, way{}, err
 		}
 	}
-	return nil, 0, fmt.Errorf("%w (%w)", ErrNoSocket, refusals[0])
+	return nil, way{}, fmt.Errorf("%w (%w)", ErrNoSocket, refusals[0])
 }
 
 // elsewhere reports whether another way may work where one failed like that.
@@ -158,12 +161,13 @@ func (c *Conn) sockets() int {
 type way struct {
 	dial     func(ctx context.Context) (net.Conn, error)
 	sessions int
+	command  bool // it is one on the host
 }
 
 // ways are the ways to libvirt's socket, best first.
 func (c *Conn) ways() []way {
 	if c.config.Dial != nil {
-		return []way{{c.config.Dial, maxSessions}}
+		return []way{{dial: c.config.Dial, sessions: maxSessions}}
 	}
 	sockets := Sockets
 	if c.config.URI.Socket != "" {
@@ -183,7 +187,7 @@ func (c *Conn) ways() []way {
 				return c.abortable(conn), nil
 			}
 		}
-		all = append(all, way{dial, maxSessions})
+		all = append(all, way{dial: dial, sessions: maxSessions})
 	}
 	if c.ssh == nil {
 		return all
@@ -193,15 +197,26 @@ func (c *Conn) ways() []way {
 		commands = []string{"nc -U " + quote(c.config.URI.Socket)}
 	}
 	for _, command := range commands {
-		all = append(all, way{func(ctx context.Context) (net.Conn, error) {
+		all = append(all, way{sessions: maxHelperSessions, command: true, dial: func(ctx context.Context) (net.Conn, error) {
 			cmd, err := c.ssh.Start(ctx, command)
 			if err != nil {
 				return nil, err
 			}
 			return c.abortable(&helper{cmd}), nil
-		}, maxHelperSessions})
+		}})
 	}
 	return all
+}
+
+// hurry has sshd set TCP_NODELAY, which it does when it starts a command and not when it forwards to a socket. Without it, what
+// the host sends soon after something else waits up to 40 ms for an acknowledgement, as in every upload. What becomes of the
+// command does not matter.
+func (c *Conn) hurry() {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), openTimeout, errors.New("starting a command takes too long"))
+	defer cancel()
+	if command, err := c.ssh.Start(ctx, "true"); err == nil {
+		_ = command.Close() // always nil
+	}
 }
 
 // helper is a command that speaks libvirt's protocol. Its end says why there was no answer.

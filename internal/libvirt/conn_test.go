@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -368,6 +369,46 @@ func TestTheSocketIsReachedThroughSSHWithOneLoginForAllSessions(t *testing.T) {
 	})
 }
 
+func TestSSHDIsMadeToAnswerAtOnceWhateverBecomesOfTheCommand(t *testing.T) {
+	for _, what := range []string{"it ends", "it hangs", "it is refused"} {
+		server := &sshtest.Server{RefuseExec: what == "it is refused"}
+		overSSH(t, server, func(t *testing.T, config Config, host *libvirttest.Host) {
+			commands := make(chan string, 10)
+			server.Exec = func(command string, _ ssh.Channel, killed <-chan struct{}) int {
+				commands <- command
+				if what == "it hangs" {
+					<-killed
+				}
+				return 0
+			}
+			server.Socket = func(_ string, conn io.ReadWriteCloser) { host.Serve(conn) }
+			begin := time.Now()
+			c, err := Dial(t.Context(), config)
+			if err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			for range 3 {
+				if err := c.Do(t.Context(), version); err != nil {
+					t.Errorf("%s: %v", what, err)
+				}
+			}
+			synctest.Wait()
+			_ = c.Close() // always nil
+			if took := time.Since(begin); took > 0 {
+				t.Errorf("%s: it held up others or the end by %s", what, took)
+			}
+			close(commands)
+			var all []string
+			for command := range commands {
+				all = append(all, command)
+			}
+			if want := []string{"true"}; server.RefuseExec == (len(all) > 0) || len(all) > 0 && !slices.Equal(all, want) {
+				t.Errorf("%s: the host was told %q, want %q once for a connection", what, all, want)
+			}
+		})
+	}
+}
+
 func TestWhereTheSocketIsNotForwardedAHelperIsUsed(t *testing.T) {
 	for _, c := range []struct {
 		what, found, helper string
@@ -384,6 +425,9 @@ func TestWhereTheSocketIsNotForwardedAHelperIsUsed(t *testing.T) {
 		overSSH(t, server, func(t *testing.T, config Config, host *libvirttest.Host) {
 			server.Exec = func(command string, ch ssh.Channel, _ <-chan struct{}) int {
 				switch {
+				case command == "true":
+					t.Errorf("%s: a command is started though the way is one", c.what)
+					return 0
 				case strings.HasPrefix(command, "test -S"):
 					_, _ = io.WriteString(ch, c.found)
 					return 0

@@ -34,8 +34,6 @@ const (
 	// uploadStall is how long the host may take nothing of an upload. Storage that hangs would otherwise hold one of the few
 	// uploads for ever, while libvirt itself answers; a disk that is slow to flush what it took is given its time.
 	uploadStall = 5 * time.Minute
-	// hurryTimeout bounds the start of a command that does nothing.
-	hurryTimeout = 2 * time.Second
 	// discardTimeout bounds the removal of data that is not going to be published.
 	discardTimeout = 5 * time.Second
 	// getPhysical makes StorageVolGetInfoFlags return the size of the file (VIR_STORAGE_VOL_GET_PHYSICAL).
@@ -388,7 +386,6 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		size, err := h.pull(ctx, vol, target, image, free)
 		return nil, size, err
 	}
-	h.hurry(ctx)
 	limited := &limit{content, free}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -407,24 +404,6 @@ func (h *Host) transfer(ctx context.Context, data dataName, image Image, report 
 		size.capacity = uint64(content.read)
 	}
 	return nil, size, nil
-}
-
-// hurry has sshd set TCP_NODELAY, which it does when it starts a command and not when it forwards to a socket. Without it the
-// host's answers during an upload wait up to 40 ms for an acknowledgement of what it sent before. What becomes of the command
-// does not matter.
-func (h *Host) hurry(ctx context.Context) {
-	ctx, cancel := context.WithTimeoutCause(ctx, hurryTimeout, errors.New("it has been given time enough"))
-	defer cancel()
-	_ = h.pool.Do(ctx, h.config.Target, func(ctx context.Context, conn *libvirt.Conn) error {
-		if conn.SSH() == nil {
-			return nil
-		}
-		command, err := conn.SSH().Start(ctx, "true")
-		if err == nil {
-			_ = command.Close() // always nil
-		}
-		return nil
-	})
 }
 
 // watchedReader has a timer run from when something was given to when more is asked for: how long the source may take is its own

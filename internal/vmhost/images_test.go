@@ -491,33 +491,6 @@ func TestAnImageArrivesWhateverBecomesOfTheQuestionsBehindItsPackets(t *testing.
 	}
 }
 
-func TestAnUploadIsNotHeldUpByAShellThatHangs(t *testing.T) {
-	release := make(chan struct{})
-	commands := make(chan string, 10)
-	h, peer := overSSH(t, func(command, _ string) (string, string, int) {
-		commands <- command
-		<-release
-		return "", "", 0
-	})
-	t.Cleanup(func() { close(release) })
-	w := newWeb()
-	defer w.close()
-	content := qcow2(1<<30, firstPacket+8*packet+10)
-	w.serve("/many.qcow2", content)
-	h.config.HTTP, h.config.FetchOnHost = w.client, false
-	h.config.Images["debian"] = Image{URL: "https://images.example/many.qcow2", SHA256: sum(content), Format: "qcow2", Firmware: "uefi"}
-	if _, err := h.Create(t.Context(), request("a", spec()), ""); err != nil {
-		t.Fatal(err)
-	}
-	if command := <-commands; command != "true" || len(commands) > 0 {
-		t.Errorf("the host was told %q and %d more", command, len(commands))
-	}
-	if n := peer.Calls()["ConnectGetLibVersion"]; n == 0 {
-		t.Error("the upload had no pace")
-	}
-	_ = h.Close() // it waits for no command
-}
-
 func TestASeedIsUploadedWithoutAQuestion(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		r.create(t, "a", spec())

@@ -7,7 +7,7 @@ import (
 
 const (
 	// maxFlying is how many packets may be on their way to libvirtd. Measured on a host nearby, 3 of 256 KiB keep it busy, and
-	// with 8 an upload takes twice as long.
+	// with 6 an upload takes longer.
 	maxFlying = 3
 	// paceSpan is after how many packets a pace judges itself.
 	paceSpan = 16

@@ -37,6 +37,9 @@ func overSSH(t *testing.T, run shell) (*Host, *libvirttest.Host) {
 		HostKeys: []ssh.Signer{hostKey}, Users: []ssh.PublicKey{userKey.PublicKey()},
 		Socket: func(_ string, conn io.ReadWriteCloser) { peer.Serve(conn) },
 		Exec: func(command string, ch ssh.Channel, _ <-chan struct{}) int {
+			if command == "true" { // of every new connection
+				return 0
+			}
 			input, _ := io.ReadAll(ch)
 			out, stderr, status := run(command, string(input))
 			_, _ = io.WriteString(ch, out)
