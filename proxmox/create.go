@@ -355,7 +355,10 @@ func (p *Provider) clone(ctx context.Context, c candidate, req provider.CreateRe
 				p.remember(vmid, k)
 				return h, k, nil
 			} else if err == nil {
-				err, f = proof, classify(proof)
+				// It was made, and a read that fails says nothing about it: only one that shows somebody else's does.
+				g := *classify(proof)
+				g.ambiguous = !g.collision
+				err, f = &g, &g
 			}
 		}
 		p.letGo(vmid)

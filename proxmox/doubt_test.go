@@ -207,9 +207,17 @@ func TestOthersThatCloneAllTheTimeDoNotKeepACreateWaiting(t *testing.T) {
 }
 
 func TestAVMIDThatHadACloneLongAgoHasANewOne(t *testing.T) {
-	run(t, fakepve.Config{}, func(_ *fakepve.Cluster, config *proxmox.Config) { config.VMIDMin, config.VMIDMax = 50000, 50000 }, func(b *bench) {
-		for _, proxy := range []string{"a", "b"} {
-			x := b.create(proxy)
+	run(t, slowClone, func(_ *fakepve.Cluster, config *proxmox.Config) { config.VMIDMin, config.VMIDMax = 50000, 50000 }, func(b *bench) {
+		for range 2 {
+			ctx, cancel := context.WithTimeout(b.Context(), 10*time.Second)
+			if _, err := b.p.Create(ctx, request("a", 1, spec())); err == nil {
+				b.Fatal("made")
+			}
+			cancel()
+			if all := b.list(); len(all) != 1 || all[0].State != provider.StatePending {
+				b.Fatalf("nothing is tested: %+v", all)
+			}
+			x := b.create("a") // takes the clone up
 			b.remove(b.p, x.ID)
 			time.Sleep(time.Hour)
 		}
@@ -293,20 +301,26 @@ func TestAVMWithoutANameAndWithoutALockIsSomebodyElses(t *testing.T) {
 }
 
 func TestNoVMIDIsTriedThatIsKnownToBeTaken(t *testing.T) {
-	run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
-		config.VMIDMin, config.VMIDMax = 50000, 50019
-		for i := range 10 {
-			c.AddContainer("pve1", 50000+i, "mail")
-		}
-		c.CutOff("pve1", true) // asked first, and knows of nothing that comes now
-		for i := 10; i < 19; i++ {
-			c.AddVM("pve2", 50000+i, "database", "", nil)
-		}
-	}, func(b *bench) {
-		if x := b.create("a"); vmidOf(x) != 50019 || b.Count("POST", "/nodes/*/qemu/*/clone") != 1 {
-			b.Errorf("%+v after %d clones", x, b.Count("POST", "/nodes/*/qemu/*/clone"))
-		}
-	})
+	for what, add := range map[string]func(c *fakepve.Cluster, vmid int){
+		"containers": func(c *fakepve.Cluster, vmid int) { c.AddContainer("pve1", vmid, "mail") },
+		"VMs that the node which is asked first does not know": func(c *fakepve.Cluster, vmid int) {
+			c.AddVM("pve2", vmid, "database", "", nil)
+		},
+	} {
+		run(t, fakepve.Config{}, func(c *fakepve.Cluster, config *proxmox.Config) {
+			config.VMIDMin, config.VMIDMax, config.Logger = 50000, 50199, nil
+			if what != "containers" {
+				c.CutOff("pve1", true)
+			}
+			for id := 50000; id < 50199; id++ {
+				add(c, id)
+			}
+		}, func(b *bench) {
+			if x := b.create("a"); vmidOf(x) != 50199 || b.Count("POST", "/nodes/*/qemu/*/clone") != 1 {
+				b.Errorf("%s: %+v after %d clones", what, x, b.Count("POST", "/nodes/*/qemu/*/clone"))
+			}
+		})
+	}
 }
 
 func TestASeedThatIsDamagedOnItsWayIsNeverBootedFrom(t *testing.T) {
@@ -367,6 +381,7 @@ func TestASeedOfWhoseUploadTheEndIsNotKnownIsSentAgain(t *testing.T) {
 	for name, end := range ends {
 		run(t, fakepve.Config{}, nil, func(b *bench) {
 			end.Method, end.Path, end.Times = "GET", "/nodes/*/tasks/UPID:*:imgcopy:*/status", 1
+			end.Delay = 2 * time.Second // until the task has ended
 			b.Fault(end)
 			if _, err := b.try("a"); err != nil || b.Count("POST", "/nodes/*/storage/*/upload") != 2 || b.Count("POST", "/nodes/*/qemu/*/clone") != 1 {
 				b.Errorf("%s: %v; %d uploads", name, err, b.Count("POST", "/nodes/*/storage/*/upload"))
@@ -676,4 +691,43 @@ func TestAnIDHasOneSpelling(t *testing.T) {
 			b.Errorf("%+v", all)
 		}
 	})
+}
+
+func TestAReadWithoutAnAnswerThrowsNoCloneAway(t *testing.T) {
+	lost := 0
+	for n := range 8 {
+		for _, f := range []fakepve.Fault{{Drop: true}, {Status: 596, Reason: "Connection timed out"}} {
+			run(t, fakepve.Config{}, silent, func(b *bench) {
+				f.Method, f.Path, f.Skip, f.Times, f.Do = "GET", "/nodes/*/qemu/5*/config", n, 1, func() { lost++ }
+				b.Fault(f)
+				b.until(func() bool {
+					_, err := b.try("a")
+					return err == nil || errors.Is(err, provider.ErrAlreadyExists)
+				})
+				if clones := b.Count("POST", "/nodes/*/qemu/*/clone"); clones != 1 || len(b.VMs()) != 1 {
+					b.Errorf("read %d: %d clones, %+v", n, clones, b.VMs())
+				}
+			})
+		}
+	}
+	if lost < 6 {
+		t.Errorf("%d reads were lost: nothing was tested", lost)
+	}
+}
+
+func TestWhatAProxyBetweenSaysHasAReason(t *testing.T) {
+	for _, c := range []struct {
+		status int
+		text   string
+		reason provider.Reason
+	}{
+		{595, "No route to host", provider.ReasonUnreachable}, {596, "Connection timed out", provider.ReasonTimeout}, {596, "tls_process_server_certificate", provider.ReasonUnreachable},
+		{599, "Too many redirections", provider.ReasonUnreachable}, {502, "Bad Gateway", provider.ReasonUnreachable}, {504, "Gateway", provider.ReasonTimeout},
+	} {
+		run(t, fakepve.Config{}, nil, func(b *bench) {
+			b.Fault(fakepve.Fault{Status: c.status, Reason: c.text})
+			_, err := b.p.List(b.Context(), "crawl")
+			b.wants(err, provider.ErrUnavailable, c.reason, fmt.Sprint(c.status))
+		})
+	}
 }
