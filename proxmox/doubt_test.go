@@ -731,3 +731,18 @@ func TestWhatAProxyBetweenSaysHasAReason(t *testing.T) {
 		})
 	}
 }
+
+func TestAVMThatHasOnlyOurSeedLeftKeepsIt(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		b.Edit(vmidOf(x), "name", "mine-now")
+		b.Edit(vmidOf(x), "description", "")
+		volumes := b.Volumes()
+		if err := b.p.Delete(b.Context(), x.ID); !errors.Is(err, provider.ErrPermanent) {
+			b.Errorf("%v", err)
+		}
+		if !slices.Equal(volumes, b.Volumes()) {
+			b.Errorf("volumes: %q, were %q", b.Volumes(), volumes)
+		}
+	})
+}
