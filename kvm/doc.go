@@ -23,7 +23,8 @@
 //
 // Whoever may write to libvirt's socket is root on that host, as far as it matters. Give the crawler a key of its own, and no
 // shell if you can do without FetchOnHost. The host's key is verified unless you ask for it not to be: put it into
-// known_hosts, or pin it.
+// known_hosts, or pin it. On each connection the command true is started, which has sshd answer at once from then on; what
+// becomes of it does not matter.
 //
 // # Configuration
 //
@@ -75,7 +76,8 @@
 //
 // # When something is wrong
 //
-//	CredentialsUnavailable  no key, no passphrase or no agent on our side
+//	CredentialsUnavailable  on our side: no key, no passphrase, an unreadable known_hosts, or an agent that
+//	                        is not there, refuses, or does not answer in time
 //	AuthenticationFailed    sshd refused every key: see authorized_keys on the host
 //	CertificateInvalid      the host's key is unknown or has changed: the message has its fingerprint
 //	                        and says what to do

@@ -166,7 +166,6 @@ func (p *Provider) stop(ctx context.Context, node string, h handle) error {
 }
 
 // uploadsEnd waits until none of the uploads that the token has under way on a node now is still being put into its place.
-// Those that begin later are of other instances.
 func (p *Provider) uploadsEnd(ctx context.Context, node string) error {
 	var waiting map[text]bool
 	for begin := time.Now(); ; {

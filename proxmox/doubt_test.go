@@ -648,6 +648,19 @@ func TestAVMThatSomethingIsAtWorkOnIsNotTakenUp(t *testing.T) {
 	})
 }
 
+func TestNobodyIsToldToDestroyANamelessVMThatIsBackedUp(t *testing.T) {
+	run(t, fakepve.Config{}, nil, func(b *bench) {
+		x := b.create("a")
+		b.remove(b.p, x.ID)
+		b.AddVM("pve2", vmidOf(x), "", "", map[string]string{"lock": "backup"})
+		err := b.p.Delete(b.Context(), x.ID)
+		b.wants(err, provider.ErrUnavailable, provider.ReasonUnknown, `the lock "backup"`)
+		if strings.Contains(err.Error(), "qm destroy") {
+			b.Error(err)
+		}
+	})
+}
+
 func TestADeleteOfACloneWhoseWorkerDiedNamesItForAnOperator(t *testing.T) {
 	run(t, fakepve.Config{}, nil, func(b *bench) {
 		b.TaskFault(fakepve.TaskFault{Type: "qmclone", Times: 1, Kill: true})

@@ -637,9 +637,13 @@ func (p *Provider) find(ctx context.Context, id string) (vm, vmConfig, handle, e
 			"VM %d on %s was %s and has been renamed or has lost our mark by hand, so it is not touched; give it back its name and description, or destroy it", h.vmid, node, h.name)
 	case v.mark.Owner != "" || v.known.name != h.name && (v.known.name != "" || c.lock() == ""):
 		return v, c, h, &fault{kind: provider.ErrNotFound, reason: provider.ReasonUnknown, message: fmt.Sprintf("VM %d is another one now", h.vmid)}
-	case v.known.name == "": // with the lock clone it is to come, and with the lock destroyed nothing else is left
-		return v, c, h, unavailable(provider.ReasonUnknown,
-			"VM %d on %s has the lock %q and no name; it is being made or destroyed, or what did that has died: then, as root, qm unlock %d && qm destroy %d", h.vmid, node, c.lock(), h.vmid, h.vmid)
+	case v.known.name == "":
+		what := "it is asked for again when that is gone"
+		switch c.lock() { // with the first two the name is to come, and with the last nothing else is left
+		case "clone", "create", "destroyed":
+			what = fmt.Sprintf("it is being made or destroyed, or what did that has died: then, as root, qm unlock %d && qm destroy %d", h.vmid, h.vmid)
+		}
+		return v, c, h, unavailable(provider.ReasonUnknown, "VM %d on %s has the lock %q and no name; %s", h.vmid, node, c.lock(), what)
 	}
 	return v, c, h, permanent(provider.ReasonUnknown, "VM %d on %s does not carry our mark in its description, so it is not touched", h.vmid, node)
 }

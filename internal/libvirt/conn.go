@@ -210,7 +210,7 @@ func (c *Conn) ways() []way {
 
 // hurry has sshd set TCP_NODELAY, which it does when it starts a command and not when it forwards to a socket. Without it, what
 // the host sends soon after something else waits up to 40 ms for an acknowledgement, as in every upload. What becomes of the
-// command does not matter.
+// command does not matter. One that hangs takes one of the ten sessions for commands.
 func (c *Conn) hurry() {
 	ctx, cancel := context.WithTimeoutCause(context.Background(), openTimeout, errors.New("starting a command takes too long"))
 	defer cancel()

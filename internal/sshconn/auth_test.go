@@ -224,7 +224,7 @@ func TestAnAgentThatRefusesOrIsSilentIsNamed(t *testing.T) {
 			test.host.Address, test.host.PinnedKeys = config.Host.Address, config.Host.PinnedKeys
 			config.Host = test.host
 			if test.late {
-				config.Timeout = 2 * time.Second // enough for the handshake before it
+				config.Timeout = 5 * time.Second // enough for the handshake before it
 			}
 			_, err := sshconn.Dial(t.Context(), config)
 			if _, ok := errors.AsType[*sshconn.CredentialsError](err); !ok || sshconn.Reason(err) != "CredentialsUnavailable" || !strings.Contains(err.Error(), test.says) {

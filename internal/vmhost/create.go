@@ -116,7 +116,7 @@ func (h *Host) vacate(ctx context.Context, s *libvirt.Session, req provider.Crea
 	if err != nil {
 		return err
 	}
-	who, err := h.whose(s, dom)
+	who, err := h.identify(s, dom)
 	if err != nil {
 		return err
 	}
@@ -139,18 +139,34 @@ func (h *Host) identify(s *libvirt.Session, dom golibvirt.Domain) (identity, err
 	if known && (!who.ours || who.Made != "" && who.name == dom.Name) {
 		return who, nil
 	}
-	text, err := s.DomainGetMetadata(dom, int32(golibvirt.DomainMetadataElement), golibvirt.OptString{metadataURI}, golibvirt.DomainAffectConfig)
+	return h.readMark(s, dom)
+}
+
+// readMark says whose a domain is that something is going to be done to. What is remembered may be old: somebody may have taken
+// our mark away and made it theirs.
+func (h *Host) readMark(s *libvirt.Session, dom golibvirt.Domain) (who identity, err error) {
+	read := func(of golibvirt.DomainModificationImpact) (string, error) {
+		return s.DomainGetMetadata(dom, int32(golibvirt.DomainMetadataElement), golibvirt.OptString{metadataURI}, of)
+	}
+	text, err := read(golibvirt.DomainAffectConfig)
+	// Then it has no definition, and what runs still carries the mark.
+	lost := libvirt.Code(err) == golibvirt.ErrOperationInvalid
+	if lost && strings.Count(dom.Name, "--") == 2 {
+		text, err = read(golibvirt.DomainAffectLive)
+	}
 	switch {
 	case err == nil:
 		// A clone carries a copy of our mark. Its name and UUID are its own, and the files are the original's.
 		if who = parseRecord(dom.Name, text); !strings.HasSuffix(who.Prefix, prefixOf("", dom.UUID)) {
 			who = identity{}
 		}
-	case libvirt.Code(err) == golibvirt.ErrNoDomainMetadata, libvirt.Code(err) == golibvirt.ErrOperationInvalid:
-		// The second is a transient domain's, which has no configuration. We make none of those.
-		who = identity{}
+	case libvirt.Code(err) == golibvirt.ErrNoDomainMetadata, libvirt.Code(err) == golibvirt.ErrOperationInvalid: // theirs, or stopped since
 	default:
 		return identity{}, err
+	}
+	if lost && who.ours {
+		// Such a domain counts as half made: it is gone with its next stop, and its files would stay.
+		who.Made, who.Why = "", withoutDefinition
 	}
 	h.mu.Lock()
 	h.known[dom.UUID] = who

@@ -29,7 +29,7 @@ func (h *Host) delete(ctx context.Context, id string) error {
 	if !ok {
 		return fault(provider.ErrNotFound, provider.ReasonUnknown, "id %q was never given", id)
 	}
-	dom, who, err := h.find(ctx, u)
+	dom, who, err := h.find(ctx, u, h.readMark)
 	if err != nil {
 		return err
 	}
@@ -45,18 +45,15 @@ func (h *Host) delete(ctx context.Context, id string) error {
 	}
 	if err == nil {
 		err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
-			again, err := lookUp(s, u)
+			again, now, err := lookUp(s, u, h.readMark)
+			if f, ok := errors.AsType[*Fault](err); ok && errors.Is(f.Kind, provider.ErrNotFound) {
+				// Somebody else has removed it, who may know nothing of its files. Nothing else will tell of them.
+				return cmp.Or(removeFiles(ctx, s, who.Pool, who.Prefix), err)
+			}
 			if err != nil {
-				if _, gone := errors.AsType[*Fault](err); gone {
-					// By somebody else, who may know nothing of its files. Nothing else will tell of them.
-					err = cmp.Or(removeFiles(ctx, s, who.Pool, who.Prefix), err)
-				}
 				return err
 			}
-			if who, err = h.readMark(s, again); err != nil {
-				return err
-			}
-			return h.removeDomain(ctx, s, again, who)
+			return h.removeDomain(ctx, s, again, now)
 		})
 	}
 	if err != nil {
@@ -69,13 +66,10 @@ func (h *Host) delete(ctx context.Context, id string) error {
 	return nil
 }
 
-// find returns the domain with that UUID, which is ours.
-func (h *Host) find(ctx context.Context, u uuid) (dom golibvirt.Domain, who identity, err error) {
+// find returns the domain with that UUID, which is ours by what whose says.
+func (h *Host) find(ctx context.Context, u uuid, whose reader) (dom golibvirt.Domain, who identity, err error) {
 	err = h.do(ctx, func(_ context.Context, s *libvirt.Session) error {
-		if dom, err = lookUp(s, u); err != nil {
-			return err
-		}
-		who, err = h.whose(s, dom)
+		dom, who, err = lookUp(s, u, whose)
 		return err
 	})
 	if err == nil && !who.ours {
@@ -84,21 +78,18 @@ func (h *Host) find(ctx context.Context, u uuid) (dom golibvirt.Domain, who iden
 	return dom, who, err
 }
 
-// readMark is whose of a domain that something is going to be done to. What is remembered of it may be old: somebody may have
-// taken our mark away and made it theirs.
-func (h *Host) readMark(s *libvirt.Session, dom golibvirt.Domain) (identity, error) {
-	h.mu.Lock()
-	delete(h.known, dom.UUID)
-	h.mu.Unlock()
-	return h.whose(s, dom)
-}
+// reader says whose a domain is: identify or readMark.
+type reader func(*libvirt.Session, golibvirt.Domain) (identity, error)
 
-func lookUp(s *libvirt.Session, u uuid) (golibvirt.Domain, error) {
-	dom, err := s.DomainLookupByUUID(u)
-	if libvirt.Code(err) == golibvirt.ErrNoDomain {
-		return dom, fault(provider.ErrNotFound, provider.ReasonUnknown, "there is no domain with the UUID %s", formatUUID(u))
+func lookUp(s *libvirt.Session, u uuid, whose reader) (dom golibvirt.Domain, who identity, err error) {
+	dom, err = s.DomainLookupByUUID(u)
+	if err == nil {
+		who, err = whose(s, dom)
 	}
-	return dom, err
+	if libvirt.Code(err) == golibvirt.ErrNoDomain {
+		err = fault(provider.ErrNotFound, provider.ReasonUnknown, "there is no domain with the UUID %s", formatUUID(u))
+	}
+	return dom, who, err
 }
 
 // removeDomain removes a domain that is ours. Its files go before it does, so that what fails half way is asked for again.
@@ -171,10 +162,11 @@ func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error 
 	var dom golibvirt.Domain
 	asked := false
 	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) (err error) {
-		if dom, err = lookUp(s, u); err != nil {
-			return err
+		var who identity
+		dom, who, err = lookUp(s, u, h.readMark)
+		if f, ok := errors.AsType[*Fault](err); ok && errors.Is(f.Kind, provider.ErrNotFound) {
+			return nil // the delete that follows sees to what is left
 		}
-		who, err := h.readMark(s, dom)
 		if err != nil {
 			return err
 		}

@@ -420,6 +420,39 @@ func TestTheFilesOfADomainThatSomebodyUndefinesWhileItShutsDownAreDeleted(t *tes
 	})
 }
 
+func TestTheFilesOfADomainThatIsGoneBeforeItsDeleteGetsToItAreDeleted(t *testing.T) {
+	for _, grace := range []time.Duration{0, time.Minute} {
+		for _, procedure := range []string{"DomainLookupByUUID", "DomainGetMetadata"} {
+			for skip := 1; skip < 3; skip++ {
+				inBubble(t, func(c *Config, _ *libvirttest.Config) { c.ShutdownGrace = grace }, func(t *testing.T, r *rig) {
+					x := r.create(t, "a", spec())
+					r.peer.Inject(libvirttest.Fault{Procedure: procedure, Skip: skip, Times: 1, Do: func() { r.peer.RemoveDomain(x.Name) }})
+					if err := r.Delete(t.Context(), x.ID); err != nil && !errors.Is(err, provider.ErrNotFound) {
+						t.Errorf("grace %s, gone at %s %d: %v", grace, procedure, skip+1, err)
+					}
+					if left := r.left(); len(left) > 0 {
+						t.Errorf("grace %s, gone at %s %d: left %q", grace, procedure, skip+1, left)
+					}
+				})
+			}
+		}
+	}
+}
+
+func TestNothingIsDeletedOfWhatLostOurMarkSinceItWasSeen(t *testing.T) {
+	inBubble(t, nil, func(t *testing.T, r *rig) {
+		x := r.create(t, "a", spec())
+		r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { clear(d.Metadata) })
+		// It becomes another domain with the same disk.
+		r.peer.Inject(libvirttest.Fault{Procedure: "DomainLookupByUUID", Skip: 1, Times: 1, Do: func() { r.peer.RemoveDomain(x.Name) }})
+		before := r.left()
+		wantKind(t, r.Delete(t.Context(), x.ID), provider.ErrPermanent, provider.ReasonUnknown, "does not carry our mark")
+		if left := r.left(); !slices.Equal(left, before) {
+			t.Errorf("left %q of %q", left, before)
+		}
+	})
+}
+
 func TestOnlyWhatRunsWithoutADefinitionIsKnownByItsRunningState(t *testing.T) {
 	inBubble(t, nil, func(t *testing.T, r *rig) {
 		x := r.create(t, "a", spec())
@@ -436,7 +469,12 @@ func TestOnlyWhatRunsWithoutADefinitionIsKnownByItsRunningState(t *testing.T) {
 		listed("as it was made", 1)
 		r.peer.ChangeDomain(x.Name, transient)
 		listed("without a definition", 1)
-		r.peer.ChangeDomain(x.Name, func(d *libvirttest.Domain) { d.State = golibvirt.DomainPaused })
+		paused := func(reason golibvirt.DomainPausedReason) func(*libvirttest.Domain) {
+			return func(d *libvirttest.Domain) { d.State, d.Reason = golibvirt.DomainPaused, int32(reason) }
+		}
+		r.peer.ChangeDomain(x.Name, paused(golibvirt.DomainPausedIoerror))
+		listed("paused on a full pool", 1)
+		r.peer.ChangeDomain(x.Name, paused(golibvirt.DomainPausedMigration))
 		listed("on its way here by a migration", 0)
 		mark := r.peer.Domains()[0].Metadata
 		r.peer.AddDomain("own--copy--1")

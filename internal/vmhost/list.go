@@ -3,7 +3,6 @@ package vmhost
 import (
 	"context"
 	"maps"
-	"strings"
 
 	golibvirt "github.com/digitalocean/go-libvirt"
 
@@ -33,7 +32,7 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 		seen := make(map[uuid]bool, len(records))
 		for _, r := range records {
 			seen[r.Dom.UUID] = true
-			who, err := h.whose(s, r.Dom)
+			who, err := h.identify(s, r.Dom)
 			if libvirt.Code(err) == golibvirt.ErrNoDomain {
 				continue // gone since
 			}
@@ -43,11 +42,11 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 			if !who.ours || who.mark.Owner != owner {
 				continue
 			}
-			state := parameter(r.Params, "state.state")
-			if who.Why == withoutDefinition && golibvirt.DomainState(state) == golibvirt.DomainPaused {
-				continue // on its way here by a migration
+			state, reason := parameter(r.Params, "state.state"), parameter(r.Params, "state.reason")
+			if who.Why == withoutDefinition && arriving(state, reason) {
+				continue
 			}
-			all = append(all, making.see(h.describe(r.Dom, who, state, parameter(r.Params, "state.reason"))))
+			all = append(all, making.see(h.describe(r.Dom, who, state, reason)))
 		}
 		h.forget(seen)
 		return nil
@@ -56,6 +55,18 @@ func (h *Host) List(ctx context.Context, owner string) ([]provider.Instance, err
 		return nil, h.wrap("list", "", err)
 	}
 	return all, nil
+}
+
+// arriving reports whether a domain is on its way here by a migration, which defines it in the end.
+func arriving(state, reason int32) bool {
+	if golibvirt.DomainState(state) != golibvirt.DomainPaused {
+		return false
+	}
+	switch golibvirt.DomainPausedReason(reason) {
+	case golibvirt.DomainPausedMigration, golibvirt.DomainPausedStartingUp, golibvirt.DomainPausedPostcopy:
+		return true
+	}
+	return false
 }
 
 // beingMade are the names of instances that creates were at when a question began. An answer from before such a create ended
@@ -80,40 +91,6 @@ const pending = "being made"
 
 // withoutDefinition is the Why of a domain that has lost its definition and runs on.
 const withoutDefinition = "runs without a definition: it was started while it was being deleted, or was undefined by hand"
-
-// whose is identify for a domain that may have lost its definition, of which only what runs still carries the mark. Such a
-// domain counts as half made: it is gone with its next stop, and its files would stay. Others' domains are asked again only
-// when they run under a name like ours.
-func (h *Host) whose(s *libvirt.Session, dom golibvirt.Domain) (identity, error) {
-	who, err := h.identify(s, dom)
-	if err != nil || who.ours || dom.ID < 0 || strings.Count(dom.Name, "--") != 2 {
-		return who, err
-	}
-	mark := func(of golibvirt.DomainModificationImpact) (string, error) {
-		return s.DomainGetMetadata(dom, int32(golibvirt.DomainMetadataElement), golibvirt.OptString{metadataURI}, of)
-	}
-	_, err = mark(golibvirt.DomainAffectConfig)
-	switch libvirt.Code(err) {
-	case golibvirt.ErrOperationInvalid:
-	case golibvirt.ErrNoDomainMetadata: // it has a definition, and that is what counts: somebody may have made it theirs
-		return identity{}, nil
-	default:
-		return identity{}, err
-	}
-	text, err := mark(golibvirt.DomainAffectLive)
-	switch libvirt.Code(err) {
-	case golibvirt.ErrNoDomainMetadata, golibvirt.ErrOperationInvalid: // theirs, or stopped since
-		return identity{}, nil
-	}
-	if who = parseRecord(dom.Name, text); err != nil || !strings.HasSuffix(who.Prefix, prefixOf("", dom.UUID)) {
-		return identity{}, err
-	}
-	who.Made, who.Why = "", withoutDefinition
-	h.mu.Lock()
-	h.known[dom.UUID] = who
-	h.mu.Unlock()
-	return who, nil
-}
 
 // GroupOf returns the placement group that a listed instance was made with.
 func (h *Host) GroupOf(id string) string {
@@ -177,7 +154,7 @@ func (h *Host) get(ctx context.Context, id string) (provider.Instance, error) {
 		return provider.Instance{}, fault(provider.ErrNotFound, provider.ReasonUnknown, "id %q was never given", id)
 	}
 	making := h.beingMade()
-	dom, who, err := h.find(ctx, u)
+	dom, who, err := h.find(ctx, u, h.identify)
 	if err != nil {
 		return provider.Instance{}, err
 	}

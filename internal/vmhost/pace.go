@@ -6,8 +6,7 @@ import (
 )
 
 const (
-	// maxFlying is how many packets may be on their way to libvirtd. Measured on a host nearby, 3 of 256 KiB keep it busy, and
-	// with 6 an upload takes longer.
+	// maxFlying is how many packets may be on their way to libvirtd. Measured, 3 of 256 KiB keep a host nearby busy.
 	maxFlying = 3
 	// paceSpan is after how many packets a pace judges itself.
 	paceSpan = 16
@@ -23,7 +22,7 @@ const (
 // anew for each 32 KiB by which it grows, and that takes it longer than all the rest. So behind each packet goes a question,
 // which libvirtd answers once it has read what came before. Where that does not pay it stops.
 //
-// Nothing is asked behind the last packet: without TCP_NODELAY the host's word that it has everything would wait until the answer
+// Nothing is asked behind a packet that is known to be the last, as a seed's is: without TCP_NODELAY the host's word that it has everything would wait until the answer
 // was acknowledged, which makes 10 ms for the seed of an instance 50.
 type pace struct {
 	packets *packets

@@ -68,6 +68,13 @@ func (h *Host) ChangeDomain(name string, change func(*Domain)) {
 	}
 }
 
+// RemoveDomain removes a domain and leaves its files, as somebody else might.
+func (h *Host) RemoveDomain(name string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.domains, name)
+}
+
 func (d *Domain) runs() bool {
 	return d.State != golibvirt.DomainShutoff && d.State != golibvirt.DomainCrashed
 }
