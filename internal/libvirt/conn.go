@@ -41,6 +41,9 @@ const (
 	maxIdle = 4
 	// openTimeout bounds the opening of a session.
 	openTimeout = 30 * time.Second
+	// hurryTimeout bounds a command that does nothing, and with it how long one that hangs takes up one of the ten sessions for
+	// commands.
+	hurryTimeout = 5 * time.Minute
 )
 
 // ErrClosed is what calls get after Close.
@@ -210,13 +213,11 @@ func (c *Conn) ways() []way {
 
 // hurry has sshd set TCP_NODELAY, which it does when it starts a command and not when it forwards to a socket. Without it, what
 // the host sends soon after something else waits up to 40 ms for an acknowledgement, as in every upload. What becomes of the
-// command does not matter. One that hangs takes one of the ten sessions for commands.
+// command does not matter, but it is given time: what the user's shell does first should not be cut short.
 func (c *Conn) hurry() {
-	ctx, cancel := context.WithTimeoutCause(context.Background(), openTimeout, errors.New("starting a command takes too long"))
+	ctx, cancel := context.WithTimeoutCause(context.Background(), hurryTimeout, errors.New("a command that does nothing takes too long"))
 	defer cancel()
-	if command, err := c.ssh.Start(ctx, "true"); err == nil {
-		_ = command.Close() // always nil
-	}
+	_, _, _ = c.ssh.Run(ctx, "true", nil)
 }
 
 // helper is a command that speaks libvirt's protocol. Its end says why there was no answer.

@@ -138,6 +138,7 @@ func (s *sshd) start() {
 	config := append([]string{ // the first value counts
 		fmt.Sprintf("Port %d", s.port), "ListenAddress 127.0.0.1", "AuthorizedKeysFile " + filepath.Join(s.dir, "authorized_keys"),
 		"PidFile none", "UsePAM no", "StrictModes no", "PermitRootLogin prohibit-password", "PasswordAuthentication no", "KbdInteractiveAuthentication no",
+		"SetEnv HOME=" + s.dir, // what this machine's user has the shell do at every login is no part of the test
 	}, s.lines...)
 	config = append(config, "HostKey "+s.hostKey)
 	file := filepath.Join(s.dir, "sshd_config")
