@@ -31,7 +31,7 @@ const (
 	// rivalCipher is what Go's client and sshd agree on. The others, which would take another, are told to use it too.
 	rivalCipher = "aes128-gcm@openssh.com"
 	// attempts is how often a comparison is made anew before it counts, since other work on the machine can hit one side only.
-	attempts = 3
+	attempts = 5
 	poolDir  = "/var/lib/libvirt/images"
 )
 

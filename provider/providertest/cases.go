@@ -147,6 +147,11 @@ func Cases() []Case {
 			if _, err := s.provider().Create(s.context(), other); err == nil {
 				s.fail("the create that was to stop half way succeeded")
 			}
+			// What stopped the create may keep the backend away for a while.
+			s.eventually("a list after that", func() (bool, error) {
+				_, err := s.provider().List(s.context(), s.harness.Owner)
+				return err == nil, err
+			})
 			if x, ok := find(s.list(), other.Name); ok {
 				if x.State == provider.StateRunning {
 					s.fail("what is half made is said to run: %+v", x)
