@@ -105,12 +105,12 @@ func Dial(ctx context.Context, config Config) (*Conn, error) {
 		_ = c.Close() // always nil
 		return nil, err
 	}
-	c.turns = make(chan struct{}, way.sessions)
+	c.turns = make(chan struct{}, way.sessions())
 	c.put(s)
-	if c.ssh != nil && !way.command {
-		c.tasks.Go(c.hurry)
-	}
 	if c.ssh != nil {
+		if !way.command {
+			c.tasks.Go(c.hurry)
+		}
 		c.tasks.Go(func() {
 			select {
 			case <-c.ssh.Done():
@@ -162,15 +162,21 @@ func (c *Conn) sockets() int {
 }
 
 type way struct {
-	dial     func(ctx context.Context) (net.Conn, error)
-	sessions int
-	command  bool // it is one on the host
+	dial    func(ctx context.Context) (net.Conn, error)
+	command bool // it is one on the host
+}
+
+func (w way) sessions() int {
+	if w.command {
+		return maxHelperSessions
+	}
+	return maxSessions
 }
 
 // ways are the ways to libvirt's socket, best first.
 func (c *Conn) ways() []way {
 	if c.config.Dial != nil {
-		return []way{{dial: c.config.Dial, sessions: maxSessions}}
+		return []way{{dial: c.config.Dial}}
 	}
 	sockets := Sockets
 	if c.config.URI.Socket != "" {
@@ -190,7 +196,7 @@ func (c *Conn) ways() []way {
 				return c.abortable(conn), nil
 			}
 		}
-		all = append(all, way{dial: dial, sessions: maxSessions})
+		all = append(all, way{dial: dial})
 	}
 	if c.ssh == nil {
 		return all
@@ -200,7 +206,7 @@ func (c *Conn) ways() []way {
 		commands = []string{"nc -U " + quote(c.config.URI.Socket)}
 	}
 	for _, command := range commands {
-		all = append(all, way{sessions: maxHelperSessions, command: true, dial: func(ctx context.Context) (net.Conn, error) {
+		all = append(all, way{command: true, dial: func(ctx context.Context) (net.Conn, error) {
 			cmd, err := c.ssh.Start(ctx, command)
 			if err != nil {
 				return nil, err

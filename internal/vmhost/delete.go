@@ -46,7 +46,7 @@ func (h *Host) delete(ctx context.Context, id string) error {
 	if err == nil {
 		err = h.do(ctx, func(ctx context.Context, s *libvirt.Session) error {
 			again, now, err := lookUp(s, u, h.readMark)
-			if f, ok := errors.AsType[*Fault](err); ok && errors.Is(f.Kind, provider.ErrNotFound) {
+			if absent(err) {
 				// Somebody else has removed it, who may know nothing of its files. Nothing else will tell of them.
 				return cmp.Or(removeFiles(ctx, s, who.Pool, who.Prefix), err)
 			}
@@ -90,6 +90,12 @@ func lookUp(s *libvirt.Session, u uuid, whose reader) (dom golibvirt.Domain, who
 		err = fault(provider.ErrNotFound, provider.ReasonUnknown, "there is no domain with the UUID %s", formatUUID(u))
 	}
 	return dom, who, err
+}
+
+// absent reports whether err is lookUp's for a domain that is not there.
+func absent(err error) bool {
+	f, ok := errors.AsType[*Fault](err)
+	return ok && errors.Is(f.Kind, provider.ErrNotFound)
 }
 
 // removeDomain removes a domain that is ours. Its files go before it does, so that what fails half way is asked for again.
@@ -164,7 +170,7 @@ func (h *Host) shutDown(ctx context.Context, u uuid, grace time.Duration) error 
 	err := h.do(ctx, func(_ context.Context, s *libvirt.Session) (err error) {
 		var who identity
 		dom, who, err = lookUp(s, u, h.readMark)
-		if f, ok := errors.AsType[*Fault](err); ok && errors.Is(f.Kind, provider.ErrNotFound) {
+		if absent(err) {
 			return nil // the delete that follows sees to what is left
 		}
 		if err != nil {

@@ -143,13 +143,9 @@ func (h *Host) evictOrphans(s *libvirt.Session, pool golibvirt.StoragePool) erro
 		if m := modified(v); m.IsZero() || now.Sub(m) < staleAfter {
 			continue
 		}
-		h.log().Info("deleting an image that was never finished", "volume", vol.Name)
-		if err := deleteVolume(s, vol); err != nil {
+		if err := h.deleteUnfinished(s, vol); err != nil {
 			return err
 		}
-		h.mu.Lock()
-		delete(h.mine, vol.Name)
-		h.mu.Unlock()
 	}
 	return nil
 }

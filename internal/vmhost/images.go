@@ -472,14 +472,22 @@ func (h *Host) sweep(s *libvirt.Session, pool golibvirt.StoragePool, current dat
 			}
 			continue
 		}
-		h.log().Info("deleting an image that was never finished", "volume", vol.Name)
-		if err := deleteVolume(s, vol); err != nil {
+		if err := h.deleteUnfinished(s, vol); err != nil {
 			return err
 		}
-		h.mu.Lock()
-		delete(h.mine, vol.Name)
-		h.mu.Unlock()
 	}
+	return nil
+}
+
+// deleteUnfinished deletes data that was never published.
+func (h *Host) deleteUnfinished(s *libvirt.Session, vol golibvirt.StorageVol) error {
+	h.log().Info("deleting an image that was never finished", "volume", vol.Name)
+	if err := deleteVolume(s, vol); err != nil {
+		return err
+	}
+	h.mu.Lock()
+	delete(h.mine, vol.Name)
+	h.mu.Unlock()
 	return nil
 }
 
